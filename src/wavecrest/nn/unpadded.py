@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, shown: Tensor, sizes: list[int]) -> Tokens:
-        """The tokens of a mask [B, S], True for a token, of which each sequence has so many; nothing waits."""
+        """The tokens of a mask [B, S], True for a token; `sizes` are those of its sequences. Nothing waits."""
         count = sum(sizes)
         # as the count is known; nonzero would wait. Padding is written to a place of its own
         order = torch.where(shown, shown.flatten().cumsum(0).view(shown.shape) - 1, count)
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
     def unpack(self, x: Tensor, batch: int, length: int) -> Tensor:
         """[1, T, ...] to [B, S, ...], zeros in padded rows."""
         made = x.new_zeros(batch * length, *x.shape[2:])
-        return made.index_copy_(0, self.places, x[0]).unflatten(0, (batch, length))
+        return made.index_copy_(0, self.places, x[0]).view(batch, length, *x.shape[2:])
 
 
 class Unpadded(nn.Module):
@@ -71,7 +71,7 @@ class Unpadded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the stack's; padding is seen in an `attention_mask` [B, 1, 1, S] of bool."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return super().forward(*args, **kwargs)
         given = arguments(self.unpadded_signature, args, kwargs)
         shown = shown_of(given)
@@ -161,7 +161,8 @@ def attend_rows(
     count = sum(rows.sizes)
     if any(one.dim() != 4 or one.shape[0] != 1 or one.shape[2] != count for one in (query, key, value)):
         raise Unsupported(f"attention of {count} packed rows got q {list(query.shape)} and k {list(key.shape)}")
-    return rows.attend(*(one[0].transpose(0, 1) for one in (query, key, value)), scaling)[None]
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    return rows.attend(q, k, v, scaling)[None]
 
 
 def stack_refusal(module: nn.Module) -> str:
@@ -172,7 +173,9 @@ def stack_refusal(module: nn.Module) -> str:
     if not any(isinstance(child, nn.ModuleList) and len(child) for child in module.children()):
         return "it has no list of layers"
     if any(getattr(part, "chunk_size_feed_forward", 0) for part in module.modules()):
-        return "its feed-forward runs in chunks (chunk_size_feed_forward), which the number of tokens must be divided by"
+        return (
+            "its feed-forward runs in chunks (chunk_size_feed_forward), which the number of tokens must be divided by"
+        )
     if not plain(module, type(module)) or any(
         part._forward_hooks or part._forward_pre_hooks for part in module.modules()
     ):
@@ -193,13 +196,14 @@ def adopt(module: nn.Module, masks: Masks, config: Any) -> None:
     """
     if reason := stack_refusal(module):
         raise StepRefused(f"{type(module).__name__}: {reason}")
-    module.__class__ = _unpadded(type(module))
+    kind: Any = type(module)
+    module.__class__ = _unpadded(kind)
     made = cast(Unpadded, module)
     made.unpadded_masks, made.unpadded_config = masks, config
 
 
 @cache
-def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
+def _unpadded(kind: Any) -> type[nn.Module]:
     names = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -208,7 +212,6 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (Unpadded, kind), names)
 
 
-@cache
 def signature_of(kind: type[nn.Module]) -> inspect.Signature:
     """The arguments of a class's forward, without self."""
     found = inspect.signature(kind.forward)

@@ -253,10 +253,10 @@ def _watching(model: nn.Module, stacks: list[str], run: _Run, fill: float) -> It
 
     def hook(path: str) -> Callable[..., Any]:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            adopted = isinstance(module, Unpadded)
-            given = arguments(module.unpadded_signature if adopted else signature_of(type(module)), args, kwargs)
-            mask = shown_of(given)
-            run.shown[path], run.reasons[path] = mask, module.computes_padding(given) if adopted else ""
+            signature = module.unpadded_signature if isinstance(module, Unpadded) else signature_of(type(module))
+            given = arguments(signature, args, kwargs)
+            run.shown[path] = mask = shown_of(given)
+            run.reasons[path] = module.computes_padding(given) if isinstance(module, Unpadded) else ""
             tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
             run.made[path] = [one.detach().clone() for one in tensors]
             if not fill or mask is None:
@@ -319,7 +319,7 @@ def _mask_of(inputs: Inputs, shown: Tensor) -> Tensor:
     """The input [B, S] that is the mask.
 
     Raises:
-        StepRefused: there is none, so that other masks cannot be tried.
+        StepRefused: no input is, so that other masks cannot be tried.
     """
     import torch
 
