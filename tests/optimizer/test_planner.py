@@ -307,3 +307,27 @@ def test_behind_a_replayed_graph_predictions_see_the_ops_of_the_model_without_it
     # its own ops, not those of before the step that changed the kernels
     assert len({ms for ((_, _, ms),) in seen}) > 2
     assert all(name == "aten::mm" and kernels == pytest.approx(ms) for ((name, kernels, ms),) in seen)
+
+
+def test_a_compilation_that_gives_up_an_eager_gain_is_predicted_without_it(run: Run) -> None:
+    """Steps that exclude each other, because one depends on values, are not tried as if their gains added up."""
+
+    class Eager(TakePauseOut):
+        eager_only = True
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(9.0, "planted")
+
+    class Recorded(Nothing):
+        id = title = "recorded"
+        phase = "capture"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.5, "planted")
+
+    result = run(Recorded(), Eager(), budget=300.0)
+    # what promises more is tried before it, and what is given up stays in force
+    assert [(row.id, row.verdict) for row in result.record.steps] == [("gain", "kept"), ("recorded", "reverted")]
+    row = result.record.steps[-1]
+    assert row.predicted is not None and row.predicted < 0.5
+    assert row.prediction.startswith("planted; gain, ") and row.prediction.endswith("×, is given up for it")

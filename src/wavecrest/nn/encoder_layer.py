@@ -43,13 +43,13 @@ class Rows(NamedTuple):
         """Rows of sequences of these lengths."""
         return cls(sizes, torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention within each sequence: [T, H, D], q, k and v, to the same."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Attention within each sequence: q, k and v [T, H, D] to the same; k and v may have fewer heads."""
         if q.device.type in EPILOGUES:
             longest = max(self.sizes)
             made = flash_attention(
-                q, k, v, layout="thd", cu_seqlens_q=self.starts, cu_seqlens_k=self.starts, max_seqlen_q=longest,
-                max_seqlen_k=longest,
+                q, k, v, layout="thd", softmax_scale=scale, cu_seqlens_q=self.starts, cu_seqlens_k=self.starts,
+                max_seqlen_q=longest, max_seqlen_k=longest,
             )  # fmt: skip
             assert isinstance(made, Tensor)
             return made
@@ -58,7 +58,8 @@ class Rows(NamedTuple):
         parts = []
         for size, end in zip(self.sizes, ends, strict=True):
             query, key, value = (one[end - size : end].transpose(0, 1)[None] for one in (q, k, v))
-            parts.append(F.scaled_dot_product_attention(query, key, value)[0])
+            made = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            parts.append(made[0])
         return torch.cat(parts, 1).transpose(0, 1)
 
 

@@ -279,9 +279,19 @@ class Planner:
         if found is None or not found.sites:
             return Prediction(None, "")
         try:
-            return step.predict(found, self.run.context)
+            return self._less_what_goes(step, step.predict(found, self.run.context))
         except Exception as error:
             return Prediction(None, f"not predicted ({type(error).__name__}: {error})")
+
+    def _less_what_goes(self, step: Step, predicted: Prediction) -> Prediction:
+        """The prediction less the gain of steps in force that clash with this one; a group's rivals predict without."""
+        gone = {item.step_id for item in self.run.ledger.applied.steps if step.clashes(item.step)}
+        rows = [row for row in self.run.ledger.record.steps if row.verdict == "kept" and row.id in gone and row.ratio]
+        if not rows or predicted.ratio is None:
+            return predicted
+        lost = math.prod(row.ratio for row in rows if row.ratio)
+        names = ", ".join(row.title for row in rows)
+        return Prediction(predicted.ratio / lost, f"{predicted.basis}; {names}, {lost:.2f}×, is given up for it")
 
     # ---- cost and choice
 

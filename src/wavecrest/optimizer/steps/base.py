@@ -36,6 +36,8 @@ Phase = Literal["environment", "weights", "surgery", "setting", "compile", "libr
 PHASES: tuple[Phase, ...] = ("environment", "weights", "surgery", "setting", "compile", "library", "capture")
 # the phases that change the module tree, which steps look at for their sites
 TREE: tuple[Phase, ...] = ("weights", "surgery")
+# the phases that record what a model does, without its values
+TRACED: tuple[Phase, ...] = ("compile", "capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class Step:
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
         traces: its sites are found by tracing the model, which is done only where the step can be tried behind it.
+        eager_only: sizes depend on values in what it makes, so that it excludes compilation and capture, and they it.
     """
 
     id: str
@@ -144,6 +147,7 @@ class Step:
     searches: bool = False
     cures: Sequence[CauseKind] = ()
     traces: bool = False
+    eager_only: bool = False
 
     def check_params(self, params: dict[str, Any]) -> list[str]:
         """The paths of the modules that parameters from a plan file name.
@@ -173,7 +177,11 @@ class Step:
 
     def excludes(self, other: Step) -> bool:
         """Whether keeping this step takes `other` (kept before) out of force."""
-        return self.group is not None and self.group == other.group
+        return self.clashes(other) or (self.group is not None and self.group == other.group)
+
+    def clashes(self, other: Step) -> bool:
+        """Whether one of the two is `eager_only`, and the other records what a model does."""
+        return any(one.eager_only and two.phase in TRACED for one, two in ((self, other), (other, self)))
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Change `model` (always a private copy) and return the module to call.

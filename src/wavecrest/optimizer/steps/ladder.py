@@ -43,6 +43,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_rotary import ReplaceRotary
     from wavecrest.optimizer.steps.route_linear import RouteLinear
     from wavecrest.optimizer.steps.tunable_op import TunableOp
+    from wavecrest.optimizer.steps.unpad import Unpad
 
     steps: list[Step] = [
         EnvironmentStep(),
@@ -65,6 +66,7 @@ def _steps() -> dict[str, Step]:
         ReplaceEncoder(),
         ReplaceAttention(),
         ReplaceSDPA(),
+        Unpad(),
         ReplaceMoe(),
         ReplaceNorm(),
         ReplaceActivation(),

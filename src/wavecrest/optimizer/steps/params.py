@@ -87,6 +87,17 @@ class PackGQAOwners(Owners):
     implementation: Literal["wavecrest_pack_gqa"]
 
 
+class UnpaddedStacks(Sites):
+    """Stacks of encoder layers, the transformers models they are in, and the masks whose padding is left out."""
+
+    owners: Annotated[Modules, Field(min_length=1)]
+    masks: Literal["any", "right"]
+
+    def modules(self) -> list[str]:
+        """The stacks and owners."""
+        return [*self.sites, *self.owners]
+
+
 class RoutedOwners(Owners):
     """Owners, and what dispatch decided for each of their calls, for people."""
 

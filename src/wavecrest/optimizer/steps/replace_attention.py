@@ -5,7 +5,7 @@ scaled_dot_product_attention in other modules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import StepRefused, WavecrestError
@@ -210,7 +210,15 @@ def use_attention(model: nn.Module, owners: Any = None) -> nn.Module:
         StepRefused: there is no such model, or one does not call its attention through transformers' interface.
     """
     register_attention()
-    owners = _attention_owners(model) if owners is None else owners
+    return set_attention(model, _attention_owners(model) if owners is None else owners, NAME)
+
+
+def set_attention(model: nn.Module, owners: Sequence[str], name: str) -> nn.Module:
+    """Set a registered attention implementation of the transformers models at `owners`, in place.
+
+    Raises:
+        StepRefused: there is no such model, or one does not call its attention through transformers' interface.
+    """
     if not owners:
         raise StepRefused(f"{type(model).__name__} is no transformers model: no attention interface to switch")
     modules: list[Any] = [model.get_submodule(path) for path in owners]
@@ -220,9 +228,9 @@ def use_attention(model: nn.Module, owners: Any = None) -> nn.Module:
         if not getattr(type(part), "_can_set_attn_implementation", lambda: True)():
             raise StepRefused(f"{type(part).__name__} does not call attention through transformers' interface")
     for module in modules:
-        module.set_attn_implementation(NAME)
+        module.set_attn_implementation(name)
     # it warns, and leaves what it cannot set
-    left = {type(part).__name__ for part in parts if part.config._attn_implementation != NAME}
+    left = {type(part).__name__ for part in parts if part.config._attn_implementation != name}
     if left:
         raise StepRefused(f"the attention implementation of {', '.join(sorted(left))} cannot be set")
     return model
