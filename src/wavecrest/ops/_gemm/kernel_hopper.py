@@ -55,7 +55,7 @@ def _copy(  # type: ignore[no-untyped-def]
 def _ended(  # type: ignore[no-untyped-def]
     acc, bias_ptr, first, end, stride_bias, alpha, slope, BIAS: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """act(alpha · acc + bias) of the columns of b from `first` on, of which there are `end`."""
+    """act(alpha · acc + bias) of the columns of b from `first` on; b has `end` columns."""
     y = acc * alpha
     if BIAS:
         columns = first + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))
