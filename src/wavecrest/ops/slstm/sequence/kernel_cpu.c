@@ -40,8 +40,10 @@
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t hvec __attribute__((vector_size(2 * WIDTH)));
 /* the same at any address */
 typedef float uvec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t uhvec __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 enum { FLOAT32, FLOAT16, BFLOAT16 };
 
@@ -83,9 +85,10 @@ INLINE vec with_sign(vec x, vec sign) { return (vec)((ivec)x | ((ivec)sign & INT
 /* 2^n for n from -126 to 127 */
 INLINE vec power(ivec n) { return (vec)((n + 127) << 23); }
 
-/* e^x - 1 as p of e^x = 2^n (1 + p), for x from -104 to 0; Taylor to r^7 on |r| <= ln 2 / 2 */
-INLINE vec reduced(vec x, ivec *n) {
+/* p of e^x = 2^n (1 + p) for x <= 0, not below `least`; Taylor to r^7 on |r| <= ln 2 / 2 */
+INLINE vec reduced(vec x, float least, ivec *n) {
     const vec shift = splat(0x1.8p23f);
+    x = choose(x < least, splat(least), x);
     vec t = x * 0x1.715476p0f + shift, whole = t - shift;
     vec r = x - whole * 0x1.62e4p-1f;
     r = r - whole * 0x1.7f7d1cp-20f;
@@ -99,14 +102,12 @@ INLINE vec reduced(vec x, ivec *n) {
     return q * (r * r) + r;
 }
 
-/* e^x for x <= 0: 0 of -inf, exactly 1 of 0, NaN of NaN */
+/* e^x for x <= 0: exactly 1 of 0, NaN of NaN, and 0 where the result would be subnormal */
 INLINE vec exponential(vec x) {
     ivec n;
-    vec p = reduced(choose(x < -104.0f, splat(-104.0f), x), &n);
-    ivec half = n >> 1;
-    /* in two factors, as the result may be subnormal */
-    vec y = (p + 1.0f) * power(half) * power(n - half);
-    return choose(x < -104.0f, splat(0.0f), y);
+    vec p = reduced(x, -87.0f, &n);
+    vec s = power(n);
+    return (vec)(((x >= -87.0f) | (x != x)) & (ivec)(s * p + s));
 }
 
 /* log(1 + e) for e from 0 to 1, by 2 atanh(e / (2 + e)) */
@@ -127,111 +128,74 @@ INLINE vec log_sigmoid(vec x) {
     return below - log1p_of(exponential(-magnitude(x)));
 }
 
-INLINE vec sigmoid(vec x) {
-    vec e = exponential(-magnitude(x));
-    return choose(x < 0.0f, e, splat(1.0f)) / (e + 1.0f);
-}
-
 INLINE vec tanh_of(vec x) {
     vec twice = -2.0f * magnitude(x);
     ivec n;
     /* behind 40 nothing is left of it in float32 */
-    vec p = reduced(choose(twice < -40.0f, splat(-40.0f), twice), &n);
+    vec p = reduced(twice, -40.0f, &n);
     vec s = power(n), less = s * p + (s - 1.0f);
     return with_sign(-less / (less + 2.0f), x);
 }
 
-INLINE float from_half(uint16_t value) {
-    uint32_t rest = value & 0x7fff, bits = rest << 13;
-    float found;
-    memcpy(&found, &bits, 4);
-    found *= 0x1p112f;
-    memcpy(&bits, &found, 4);
-    /* infinities and NaN */
-    bits = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : bits;
-    bits |= (uint32_t)(value & 0x8000) << 16;
-    memcpy(&found, &bits, 4);
-    return found;
+/* elements of 16 bits in float32, exactly */
+INLINE vec widened(hvec values, int64_t dtype) {
+    ivec bits = __builtin_convertvector(values, ivec);
+    if (dtype == BFLOAT16) return (vec)(bits << 16);
+    ivec rest = (bits & 0x7fff) << 13, infinite = (bits & 0x7c00) == 0x7c00;
+    rest = (ivec)choose(infinite, (vec)(rest | 0x7f800000), (vec)rest * 0x1p112f);
+    return (vec)(rest | (bits & 0x8000) << 16);
 }
 
-INLINE float from_bfloat(uint16_t value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
-
-INLINE uint16_t to_half(float value) {
-    uint32_t bits, rest, found;
-    memcpy(&bits, &value, 4);
-    rest = bits & 0x7fffffff;
-    if (rest > 0x7f800000) {
-        found = 0x7e00;
-    } else if (rest >= 0x477ff000) {
-        found = 0x7c00;
-    } else if (rest < 0x38800000) {
-        /* subnormal: the addition rounds to a multiple of 2^-24 */
-        float small;
-        memcpy(&small, &rest, 4);
-        small += 0.5f;
-        memcpy(&found, &small, 4);
-        found -= 0x3f000000;
+/* float32 in 16 bits, to nearest even */
+INLINE hvec narrowed(vec values, int64_t dtype) {
+    ivec bits = (ivec)values, rest = bits & 0x7fffffff;
+    ivec nan = rest > 0x7f800000, found;
+    if (dtype == BFLOAT16) {
+        found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        found = (nan & 0x7fc0) | (~nan & found);
     } else {
+        ivec huge = rest >= 0x477ff000, small = rest < 0x38800000;
         found = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+        /* subnormal: the addition rounds to a multiple of 2^-24 */
+        ivec low = (ivec)((vec)rest + 0.5f) - 0x3f000000;
+        found = (small & low) | (~small & found);
+        found = (huge & 0x7c00) | (~huge & found);
+        found = ((nan & 0x7e00) | (~nan & found)) | (bits >> 16 & 0x8000);
     }
-    return (uint16_t)(found | (bits >> 16 & 0x8000));
+    return __builtin_convertvector(found, hvec);
 }
 
-INLINE uint16_t to_bfloat(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-/* `count` elements from `base`, in float32 */
-INLINE void take(float *into, const void *base, int64_t place, int64_t stride, int64_t count, int64_t dtype) {
+/* a vector of `count` elements in float32, zeros behind them */
+INLINE vec load(const void *base, int64_t place, int64_t stride, int64_t count, int64_t dtype) {
+    count = least(count, WIDTH);
     if (dtype == FLOAT32) {
         const float *from = (const float *)base + place;
-        if (stride == 1)
-            memcpy(into, from, 4 * count);
-        else
-            for (int64_t i = 0; i < count; i++) into[i] = from[i * stride];
-        return;
+        if (stride == 1 && count == WIDTH) return *(const uvec *)from;
+        float some[WIDTH] = {0};
+        for (int64_t i = 0; i < count; i++) some[i] = from[i * stride];
+        return *(const uvec *)some;
     }
     const uint16_t *from = (const uint16_t *)base + place;
-    if (dtype == FLOAT16)
-        for (int64_t i = 0; i < count; i++) into[i] = from_half(from[i * stride]);
-    else
-        for (int64_t i = 0; i < count; i++) into[i] = from_bfloat(from[i * stride]);
+    if (stride == 1 && count == WIDTH) return widened(*(const uhvec *)from, dtype);
+    uint16_t some[WIDTH] = {0};
+    for (int64_t i = 0; i < count; i++) some[i] = from[i * stride];
+    return widened(*(const uhvec *)some, dtype);
 }
 
-/* a vector of `count` elements, zeros behind them */
-INLINE vec load(const void *base, int64_t place, int64_t stride, int64_t count, int64_t dtype) {
-    if (count >= WIDTH) {
-        if (dtype == FLOAT32 && stride == 1) return *(const uvec *)((const float *)base + place);
-        if (stride == 1) {
-            vec found;
-            take((float *)&found, base, place, 1, WIDTH, dtype);
-            return found;
-        }
-        count = WIDTH;
-    }
-    vec found = {0};
-    take((float *)&found, base, place, stride, count, dtype);
-    return found;
-}
-
-static void store(void *y, int64_t place, const float *from, int64_t count, int64_t dtype) {
+INLINE void store(void *y, int64_t place, const float *from, int64_t count, int64_t dtype) {
     if (dtype == FLOAT32) {
         memcpy((float *)y + place, from, 4 * count);
         return;
     }
     uint16_t *into = (uint16_t *)y + place;
-    if (dtype == FLOAT16)
-        for (int64_t i = 0; i < count; i++) into[i] = to_half(from[i]);
-    else
-        for (int64_t i = 0; i < count; i++) into[i] = to_bfloat(from[i]);
+    /* `from` is padded to a whole vector */
+    for (int64_t k = 0; k < count; k += WIDTH) {
+        hvec some = narrowed(*(const uvec *)(from + k), dtype);
+        if (count - k >= WIDTH)
+            *(uhvec *)(into + k) = some;
+        else
+            memcpy(into + k, &some, 2 * (count - k));
+    }
 }
 
 /* ---- one token ---- */
@@ -245,10 +209,15 @@ static __attribute__((noinline)) void cell(const vec *a, uvec *h, uvec *c, uvec 
     vec lf = exponential_gate ? a[1] : log_sigmoid(a[1]);
     /* an element without history has no weight, whatever its m is */
     vec before = choose(*n == 0.0f, splat(-__builtin_inff()), lf + *m);
-    vec most = choose((before > a[0]) | (before != before), before, a[0]);
-    vec forget = exponential(before - most), added = exponential(a[0] - most);
+    ivec kept = (before > a[0]) | (before != before);
+    vec most = choose(kept, before, a[0]);
+    /* of the two weights the one of the larger exponent is e^0, NaN of an infinite one */
+    vec one = (most - most) + 1.0f, other = exponential(-magnitude(before - a[0]));
+    vec forget = choose(kept, one, other), added = choose(kept, other, one);
     vec c_new = forget * *c + added * tanh_of(a[2]), n_new = forget * *n + added;
-    *h = sigmoid(a[3]) * c_new / n_new;
+    /* sigmoid(a_o) c / n by one division, with halves so that nothing overflows */
+    vec e = exponential(-magnitude(a[3]));
+    *h = choose(a[3] < 0.0f, 0.5f * e, splat(0.5f)) * c_new / ((0.5f * e + 0.5f) * n_new);
     *c = c_new, *n = n_new, *m = most;
 }
 
@@ -332,6 +301,13 @@ static void span(const Call *call, int64_t row, int64_t *begin, int64_t *end) {
 /* the states of a row in scratch: h before and after a token, c, n and m */
 enum { H, H_NEW, C, N, M, STATES };
 
+/* Where a row's elements of a gate lie. Rows and tokens may be a page apart, where a processor reads nothing ahead. */
+INLINE void fetch(const Call *call, int64_t row, int64_t t, int64_t head, int64_t k) {
+    const int64_t size = call->dtype == FLOAT32 ? 4 : 2;
+    const int64_t place = row * call->x_row + t * call->x_token + head * call->x_head + k * call->x_column;
+    for (int64_t g = 0; g < GATES; g++) __builtin_prefetch((const char *)call->x + (place + g * call->x_gate) * size);
+}
+
 static void sequence(const Call *call, int64_t task) {
     const int64_t dim = call->dim, wide = padded(call), block = block_of(call), all = parts(call->batch, block);
     const int64_t head = task / all, first = task % all * block, rows = least(block, call->batch - first);
@@ -363,6 +339,7 @@ static void sequence(const Call *call, int64_t task) {
         }
         for (int64_t k = 0; k < dim; k += WIDTH) {
             const int in_place = !laid_out(call);
+            const int plain = call->dtype == FLOAT32 && call->x_column == 1 && dim - k >= WIDTH;
             const float *w = in_place ? (const float *)call->r + head * call->r_head + k
                                       : call->scratch + (head * wide + k) * dim * GATES;
             vec bias[GATES] = {{0}};
@@ -373,17 +350,27 @@ static void sequence(const Call *call, int64_t task) {
                 const float *h[ROWS];
                 vec sums[ROWS * GATES];
                 for (int64_t row = 0; row < some; row++) h[row] = states[now[i + row]][H];
+                /* the next rows, columns or token */
+                const int more_rows = i + ROWS < count, more_columns = k + WIDTH < dim;
+                const int64_t next_t = more_rows || more_columns ? t : t + 1;
+                const int64_t next_k = more_rows ? k : more_columns ? k + WIDTH : 0, next_i = more_rows ? i + ROWS : 0;
+                for (int64_t row = next_i; row < least(next_i + ROWS, count) && next_t < most_end; row++)
+                    fetch(call, first + now[row], next_t, head, next_k);
                 products(some, h, w, in_place ? call->r_from : GATES * WIDTH, in_place ? call->r_gate : WIDTH, dim,
                          sums);
                 for (int64_t row = 0; row < some; row++) {
                     float **its = states[now[i + row]];
                     vec a[GATES];
-                    for (int64_t g = 0; g < GATES; g++) {
-                        int64_t place = (first + now[i + row]) * call->x_row + t * call->x_token + g * call->x_gate +
-                                        head * call->x_head + k * call->x_column;
-                        vec x = load(call->x, place, call->x_column, dim - k, call->dtype);
-                        a[g] = ((g < 2 ? not_below(x) : x) + bias[g]) + sums[row * GATES + g];
-                    }
+                    const int64_t place = (first + now[i + row]) * call->x_row + t * call->x_token +
+                                          head * call->x_head + k * call->x_column;
+                    if (plain)
+                        for (int64_t g = 0; g < GATES; g++)
+                            a[g] = *(const uvec *)((const float *)call->x + place + g * call->x_gate);
+                    else
+                        for (int64_t g = 0; g < GATES; g++)
+                            a[g] = load(call->x, place + g * call->x_gate, call->x_column, dim - k, call->dtype);
+                    for (int64_t g = 0; g < GATES; g++)
+                        a[g] = ((g < 2 ? not_below(a[g]) : a[g]) + bias[g]) + sums[row * GATES + g];
                     cell(a, (uvec *)(its[H_NEW] + k), (uvec *)(its[C] + k), (uvec *)(its[N] + k), (uvec *)(its[M] + k),
                          call->exponential);
                 }
@@ -439,7 +426,7 @@ void functions(const float *x, float *y, int64_t count, int64_t which) {
     for (int64_t i = 0; i < count; i += WIDTH) {
         int64_t some = least(WIDTH, count - i);
         vec one = load(x, i, 1, some, FLOAT32);
-        one = which == 0 ? exponential(one) : which == 1 ? log_sigmoid(one) : which == 2 ? tanh_of(one) : sigmoid(one);
+        one = which == 0 ? exponential(one) : which == 1 ? log_sigmoid(one) : tanh_of(one);
         memcpy(y + i, &one, 4 * some);
     }
 }

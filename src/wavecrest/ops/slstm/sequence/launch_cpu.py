@@ -25,8 +25,9 @@ from wavecrest.ops.slstm.sequence.launch_steps import fake, result_of
 PRIORITY = 15
 NEEDED_FOR = "the sLSTM's backend c"
 SOURCE = "kernel_cpu.c"
-# flags for the processor, the first that the compiler takes; with none the code is right, and slower
-FLAGS = (("-march=native",), ("-mcpu=native",), ())
+# the first that the compiler takes; with none the code is right, and slower. What would trap is not asked for, only
+# what it gives: choices of floats become vector instructions then
+FLAGS = (("-fno-trapping-math", "-march=native"), ("-fno-trapping-math", "-mcpu=native"), ())
 # numbers of dtypes in the C code
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
