@@ -77,4 +77,4 @@ op.attach_kernel(
     priority=_launcher.KERNEL_PRIORITY,
     default_config=default_config_steps,
 )
-op.attach("c", _cpu.run, refuse=_cpu.refuse, priority=_cpu.PRIORITY, bind=_cpu.bind)
+op.attach("c", _cpu.run, refuse=_cpu.refuse, opt_in=_cpu.opt_in, priority=_cpu.PRIORITY, bind=_cpu.bind)

@@ -28,6 +28,8 @@ SOURCE = "kernel_cpu.c"
 # the first that the compiler takes; with none the code is right, and slower. What would trap is not asked for, only
 # what it gives: choices of floats become vector instructions then
 FLAGS = (("-fno-trapping-math", "-march=native"), ("-fno-trapping-math", "-mcpu=native"), ())
+# the largest heads that it is the default for: no larger ones were measured
+LARGEST_HEAD_DIM = 128
 # numbers of dtypes in the C code
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -82,17 +84,21 @@ def parallel() -> int | None:
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-# Dynamo does not trace a compiler
+# Dynamo does not trace a compiler; it would look through a cache
 @constant_in_graphs
-@cache
 def problem() -> str | None:
     """The reason why the C code cannot be compiled here, or None; a failure is a warning, once a process."""
+    return _problem()
+
+
+@cache
+def _problem() -> str | None:
     try:
         load()
     except MissingDependency as error:
         return f"cannot be compiled: {error}"
     except EnvironmentProblem as error:
-        warnings.warn(f"{error}\nPyTorch's operations run in its place.", CompileWarning, stacklevel=2)
+        warnings.warn(f"{error}\nPyTorch's operations run in its place.", CompileWarning, stacklevel=3)
         return f"cannot be compiled: {' '.join(str(error).split())[:300]}"
     return None
 
@@ -106,6 +112,13 @@ def refuse(call: SlstmCall | SlstmStepCall) -> str | None:
     if call.x.dtype not in DTYPES:
         return f"takes {', '.join(_checks.KERNEL_DTYPES)}, not {dtype_name(call.x)}"
     return problem()
+
+
+def opt_in(call: SlstmCall | SlstmStepCall) -> str | None:
+    """The reason why the C code runs a call only where it is asked for."""
+    if call.head_dim > LARGEST_HEAD_DIM:
+        return f"is not measured to be faster than PyTorch for heads of more than {LARGEST_HEAD_DIM}"
+    return None
 
 
 def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:

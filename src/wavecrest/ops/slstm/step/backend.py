@@ -34,4 +34,4 @@ op: Op[SlstmStepCall, tuple[Tensor, ...]] = Op(
     op_class="gemm",
 )
 op.attach_kernel("triton", bind, refuse=refuse, priority=_launcher.KERNEL_PRIORITY, default_config=default_config)
-op.attach("c", _cpu.run_step, refuse=_cpu.refuse, priority=_cpu.PRIORITY, bind=_cpu.bind_step)
+op.attach("c", _cpu.run_step, refuse=_cpu.refuse, opt_in=_cpu.opt_in, priority=_cpu.PRIORITY, bind=_cpu.bind_step)
