@@ -28,7 +28,7 @@ SOURCE = "kernel_cpu.c"
 # the first that the compiler takes; with none the code is right, and slower. What would trap is not asked for, only
 # what it gives: choices of floats become vector instructions then
 FLAGS = (("-fno-trapping-math", "-march=native"), ("-fno-trapping-math", "-mcpu=native"), ())
-# the largest heads that it is the default for: no larger ones were measured
+# the largest heads that it is the default for; of larger ones a step read weights slower than PyTorch did
 LARGEST_HEAD_DIM = 128
 # numbers of dtypes in the C code
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -117,7 +117,7 @@ def refuse(call: SlstmCall | SlstmStepCall) -> str | None:
 def opt_in(call: SlstmCall | SlstmStepCall) -> str | None:
     """The reason why the C code runs a call only where it is asked for."""
     if call.head_dim > LARGEST_HEAD_DIM:
-        return f"is not measured to be faster than PyTorch for heads of more than {LARGEST_HEAD_DIM}"
+        return f"is not known to be faster than PyTorch for heads of more than {LARGEST_HEAD_DIM} elements"
     return None
 
 
@@ -144,7 +144,7 @@ def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
                 call.x, call.r, *(
                     None if one is None else one.contiguous()
                     for one in (bias, *call.initial, call.seq_starts, call.seq_lens, call.resets)
-                ), y, *(states or [None] * len(STATES)),
+                ), y, *(states if last else (None,) * len(STATES)),
                 torch.empty(library.scratch_floats(given), dtype=torch.float32),
             ]  # fmt: skip
             for name, one in zip(_POINTERS, held, strict=True):
