@@ -124,7 +124,7 @@ def opt_in(call: SlstmCall | SlstmStepCall) -> str | None:
 def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
     """The function that runs calls with the signature of this one."""
     library, shape, dtype = load(), (call.batch, call.heads, call.head_dim), call.x.dtype
-    tokens, last = call.tokens, call.return_last_states
+    tokens, last, device = call.tokens, call.return_last_states, call.x.device
     fixed = bytes(Arguments(
         **dict(zip(_NUMBERS, (
             call.batch, tokens, call.heads, call.head_dim, DTYPES[dtype], call.forget_gate == "exp", 1,
@@ -133,8 +133,8 @@ def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
     ))  # fmt: skip
 
     def run(call: SlstmCall) -> Tensor | tuple[Tensor, ...]:
-        y = torch.empty((shape[0], tokens, *shape[1:]), dtype=dtype)
-        states = [torch.empty(shape, dtype=torch.float32) for _ in STATES] if last else []
+        y = torch.empty((shape[0], tokens, *shape[1:]), dtype=dtype, device=device)
+        states = [torch.empty(shape, dtype=torch.float32, device=device) for _ in STATES] if last else []
         if shape[0] > 0:
             given = Arguments.from_buffer_copy(fixed)
             given.threads = torch.get_num_threads()
@@ -145,7 +145,7 @@ def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
                     None if one is None else one.contiguous()
                     for one in (bias, *call.initial, call.seq_starts, call.seq_lens, call.resets)
                 ), y, *(states if last else (None,) * len(STATES)),
-                torch.empty(library.scratch_floats(given), dtype=torch.float32),
+                torch.empty(library.scratch_floats(given), dtype=torch.float32, device=device),
             ]  # fmt: skip
             for name, one in zip(_POINTERS, held, strict=True):
                 if one is not None:
