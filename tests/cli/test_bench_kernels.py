@@ -18,7 +18,10 @@ from wavecrest.cli import _bench_kernels, main
 from wavecrest.dispatch import registry
 from wavecrest.measure import interleaved
 from wavecrest.models.xlstm.kernels import KERNELS
+from wavecrest.ops.slstm.sequence import launch_cpu
 
+# the C code of the sLSTM, where it can be compiled
+C_CODE = ["c"] if launch_cpu.problem() is None else []
 SIZES = ("B=1", "H=1", "S=4,17", "D=16")
 
 
@@ -52,21 +55,24 @@ def test_every_kernel_name_is_in_every_case() -> None:
                 gate = "sigmoid" if case.case.endswith("gates") else "exp"
                 kernels = KERNELS[bench.op.removeprefix("mlstm_")].values()
                 assert set(names) == {kernel.name for kernel in kernels if kernel.input_gate == gate} | {"auto"}
-            assert case.backend == "torch" and case.impls[0].ms is not None
+            own = C_CODE if bench.op in xlstm.SLSTM else []
+            assert case.backend == [*own, "torch"][0] and case.impls[0].ms is not None
             for impl in case.impls:
                 assert (impl.ms is None) == bool(impl.problem)
-                # in the interpreter they run on a CPU
-                assert not impl.problem or ("triton" in impl.name and impl.problem.startswith("runs on a GPU"))
+                # in the interpreter Triton's run on a CPU, and C code needs a compiler
+                reason = "cannot be compiled" if impl.name == "c" else "runs on a GPU"
+                assert not impl.problem or (impl.name != "torch" and impl.problem.startswith(reason))
 
 
 def test_the_choice_of_dispatch_is_first() -> None:
     op = registry.get("slstm_step")
     case = xlstm.cases(op, hardware.detect("cpu"), Settings(words=("B=1", "H=1", "D=16")))[0]
     call = case.make()
-    assert [name for name, _, _ in xlstm._planned(op, call)] == ["auto, torch", "triton"]
+    names = [", ".join(["auto", *C_CODE[:1]]), "triton", "torch"] if C_CODE else ["auto, torch", "triton", "c"]
+    assert [name for name, _, _ in xlstm._planned(op, call)] == names
     op.force("reference")
     try:
-        assert [name for name, _, _ in xlstm._planned(op, call)] == ["auto", "triton", "torch"]
+        assert [name for name, _, _ in xlstm._planned(op, call)] == ["auto", "triton", "c", "torch"]
     finally:
         op.force(None)
 

@@ -21,7 +21,7 @@ MODULES = {
 # layer of each package below wavecrest; docs/architecture.md explains the rules
 LAYERS = {
     "errors": 0, "hardware": 0, "env": 0,
-    "measure": 1, "records": 1, "dispatch": 1, "settings": 1,
+    "measure": 1, "records": 1, "dispatch": 1, "settings": 1, "cc": 1,
     "ops": 2,
     "backends": 3,
     "nn": 4, "models": 4,

@@ -146,7 +146,8 @@ assert ops.rms_norm(torch.ones(2, 8)).shape == (2, 8)
 for name in ops.names():
     op = ops.get(name)
     decision = op.decide(op.study.inputs(*(2, 8, 8, 8)[: len(op.study.sizes)], torch.float32, "cpu"))
-    assert decision.backend == "torch", decision
+    # C code needs no Triton
+    assert decision.backend in ("torch", "c"), decision
     assert any("triton is not importable" in refusal.reason for refusal in decision.refused), decision
 from wavecrest.ops.common import device
 try:

@@ -13,12 +13,15 @@ from torch import Tensor
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops.slstm.call import SlstmCall, SlstmStepCall
+from wavecrest.ops.slstm.sequence import launch_cpu
 from wavecrest.ops.slstm.sequence.backend import op as sequence
 from wavecrest.ops.slstm.step.backend import op as step
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 NAN = float("nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# C code for a CPU, where it can be compiled
+C_CODE = ["c"] if DEVICE == "cpu" and launch_cpu.problem() is None else []
 OPS: dict[str, Op[Any, Any]] = {one.name: one for one in (sequence, step)}
 # how far h in [-1, 1] and states relative to max(1, |state|) may be off: float32 exponentials and sums over a few
 # tokens, and on NVIDIA products of three terms of tf32; in 16 bits h is rounded before it is multiplied and once more

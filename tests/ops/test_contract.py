@@ -25,7 +25,7 @@ PAIRS = [
     (name, backend)
     for name in registry.names()
     for backend in registry.get(name).backends
-    if backend == "torch" or backend.startswith("triton")
+    if backend in ("torch", "c") or backend.startswith("triton")
 ]
 both = pytest.mark.parametrize(("name", "backend"), PAIRS, ids=[f"{name}-{backend}" for name, backend in PAIRS])
 

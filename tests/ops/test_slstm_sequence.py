@@ -13,6 +13,7 @@ from tests.ops.mlstm_harness import moved
 from tests.ops.op_harness import same_bits
 from tests.ops.slstm_harness import (
     BF16,
+    C_CODE,
     DEVICE,
     F16,
     F32,
@@ -69,7 +70,7 @@ def test_cases(name: str) -> None:
         assert_right(call, run(OP, call, config), want)
     for config in (None, PARTED):
         assert_right(call, run(OP, call, config, STEPS), want)
-    for backend in ("torch", "reference"):
+    for backend in (*C_CODE, "torch", "reference"):
         assert_right(call, run(OP, call, backend=backend), want)
 
 
@@ -86,7 +87,7 @@ def test_cases_in_16_bits(dtype: torch.dtype) -> None:
         want = exact(call)
         for config in CONFIGS.values():
             assert_right(call, run(OP, call, config), want)
-        for backend in ("torch", STEPS):
+        for backend in (*C_CODE, "torch", STEPS):
             assert_right(call, run(OP, call, backend=backend), want)
 
 
@@ -97,7 +98,7 @@ def test_float64_is_pytorchs() -> None:
             assert_right(call, run(OP, call, backend=backend))
 
 
-@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, *C_CODE, "torch", "reference"])
 @pytest.mark.parametrize("gate", ["i", "f", "z", "o"])
 def test_gates_at_their_extremes(gate: str, backend: str) -> None:
     """Pre-activations of ±10⁴ among ordinary ones: exact in float32 but for what 10⁴ itself is rounded by."""
@@ -112,7 +113,7 @@ def test_gates_at_their_extremes(gate: str, backend: str) -> None:
     torch.testing.assert_close(y.cpu().double(), want[0], rtol=0, atol=2e-3 if gate in "if" else LIMITS[F32])
 
 
-@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, *C_CODE, "torch", "reference"])
 def test_infinity_closes_a_gate(backend: str) -> None:
     """A token with i = −∞ and f = ∞ leaves c and n to the last bit; one with f = −∞ forgets them."""
     call = case(batch=1, tokens=3, heads=1, bias=False, scale=0.0, first=True)
@@ -130,7 +131,7 @@ def test_infinity_closes_a_gate(backend: str) -> None:
     torch.testing.assert_close(h, torch.sigmoid(call.x[:, 2, 3]) * c)
 
 
-@pytest.mark.parametrize("backend", [*KERNELS, "torch"])
+@pytest.mark.parametrize("backend", [*KERNELS, *C_CODE, "torch"])
 def test_a_sequence_divided_anywhere_is_the_whole(backend: str) -> None:
     call = case(tokens=6, heads=1, first=True, resets=0.2, dtype=F16)
     whole = run(OP, call, backend=backend)
@@ -153,7 +154,12 @@ def test_pytorchs_loop_takes_any_number_of_tokens_at_a_time(monkeypatch: pytest.
 
 def test_a_row_has_the_same_bits_in_any_batch_and_beside_padding() -> None:
     call = case(batch=18, heads=1, tokens=4, dim=32, first=True, dtype=BF16)
-    for backend, config in (*(("triton", one) for one in CONFIGS.values()), (STEPS, None), (STEPS, PARTED)):
+    for backend, config in (
+        *(("triton", one) for one in CONFIGS.values()),
+        (STEPS, None),
+        (STEPS, PARTED),
+        *((one, None) for one in C_CODE),
+    ):
         whole = run(OP, call, config, backend)
         for row in (0, 17):
             one = row_of(call, row)
@@ -166,7 +172,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_beside_padding() -> None:
             assert all(same_bits(a, b) for a, b in zip((padded[0][:, 3:], *padded[1:]), got, strict=True))
 
 
-@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, *C_CODE, "torch", "reference"])
 def test_a_nan_stays_in_its_row_and_head_until_a_reset(backend: str) -> None:
     call = case(batch=3, heads=2, tokens=6, dim=32)
     fresh = torch.zeros(3, 6, dtype=torch.bool, device=DEVICE)
@@ -188,7 +194,7 @@ def test_strides(how: str) -> None:
     call = case(dtype=F16, tokens=4, first=True, resets=0.2)
     names = ("x", "r", "bias", "h_initial", "c_initial", "n_initial", "m_initial", "resets")
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
-    for backend in (*KERNELS, "torch"):
+    for backend in (*KERNELS, *C_CODE, "torch"):
         got = run(OP, other, None, backend)
         assert_right(call, got)
         # on a GPU other strides are other code, which may join other products and sums
@@ -201,7 +207,7 @@ def test_no_tokens_and_first_states_are_kept() -> None:
     none = part_of(call, 0, 0)
     empty = call._replace(seq_lens=torch.zeros(2, dtype=torch.int32, device=DEVICE))
     for given in (none, empty):
-        for backend in (*KERNELS, "torch", "reference"):
+        for backend in (*KERNELS, *C_CODE, "torch", "reference"):
             y, *states = run(OP, given, None, backend)
             assert y.shape == (2, given.tokens, 2, 16) and not bool(y.any())
             for one, first in zip(states, call.initial, strict=True):

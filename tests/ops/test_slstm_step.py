@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.mlstm_harness import moved
 from tests.ops.op_harness import same_bits
-from tests.ops.slstm_harness import BF16, DEVICE, F16, F32, F64, LIMITS, NAN, assert_right, case, exact, run
+from tests.ops.slstm_harness import BF16, C_CODE, DEVICE, F16, F32, F64, LIMITS, NAN, assert_right, case, exact, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -53,7 +53,8 @@ def test_cases(name: str) -> None:
     call = step(**CASES[name])
     for config in CONFIGS.values():
         assert_step(call, run(OP, call, config))
-    assert_step(call, run(OP, call, backend="torch"))
+    for backend in (*C_CODE, "torch"):
+        assert_step(call, run(OP, call, backend=backend))
 
 
 def test_cases_in_other_dtypes() -> None:
@@ -61,6 +62,8 @@ def test_cases_in_other_dtypes() -> None:
         call = step(dtype=dtype, dim=40)
         for config in CONFIGS.values():
             assert_step(call, run(OP, call, config))
+        for backend in C_CODE:
+            assert_step(call, run(OP, call, backend=backend))
     for dtype in (F64, F16):
         assert_step(step(dtype=dtype), run(OP, step(dtype=dtype), backend="torch"))
 
@@ -81,19 +84,26 @@ def test_steps_are_the_sequence() -> None:
     if DEVICE == "cpu":
         launched = run("slstm_sequence", call, backend="triton_steps")
         assert all(same_bits(one, want) for one, want in zip(got, launched, strict=True))
+    for backend in C_CODE:
+        registry.get(OP).force(backend)
+        state = tuple(torch.zeros(2, 1, 24, device=DEVICE) for _ in range(4))
+        for t in range(5):
+            found[t], state = ops.slstm_step(call.x[:, t], call.r, *state, call.bias)
+        whole = run("slstm_sequence", call, backend=backend)
+        assert all(same_bits(one, want) for one, want in zip((torch.stack(found, 1), *state), whole, strict=True))
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_a_nan_stays_in_its_row_and_head() -> None:
     call = step(batch=18, dtype=F16, dim=40)
-    for config in CONFIGS.values():
-        whole = run(OP, call, config)
+    for backend, config in (*(("triton", one) for one in CONFIGS.values()), *((one, None) for one in C_CODE)):
+        whole = run(OP, call, config, backend)
         for row in (0, 15, 17):
             part = {name: getattr(call, name)[row : row + 1] for name in ("x", "h", "c", "n", "m")}
-            got = run(OP, call._replace(**part), config)
+            got = run(OP, call._replace(**part), config, backend)
             assert all(same_bits(mine, want[row : row + 1]) for mine, want in zip(got, whole, strict=True))
         h = call.h.clone()
         h[3, 1, 7] = NAN
-        for one in run(OP, call._replace(h=h), config):
+        for one in run(OP, call._replace(h=h), config, backend):
             lost = one.isnan()
             assert bool(lost[3, 1].all()) and int(lost.sum()) == 40
 
@@ -103,11 +113,12 @@ def test_strides(how: str) -> None:
     call = step(dtype=F16)
     names = ("x", "r", "h", "c", "n", "m", "bias")
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
-    got = run(OP, other)
-    assert_step(call, got)
-    # on a GPU other strides are other code, which may join other products and sums
-    if DEVICE == "cpu":
-        assert all(same_bits(one, want) for one, want in zip(got, run(OP, call), strict=True))
+    for backend in ("triton", *C_CODE):
+        got = run(OP, other, backend=backend)
+        assert_step(call, got)
+        # on a GPU other strides are other code, which may join other products and sums
+        if DEVICE == "cpu":
+            assert all(same_bits(one, want) for one, want in zip(got, run(OP, call, backend=backend), strict=True))
 
 
 def test_what_is_refused() -> None:

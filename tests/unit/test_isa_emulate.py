@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import wavecrest.ops.common.triton as _triton
-from wavecrest import env
+from wavecrest import cc, env
 from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, OutOfBounds, Unsupported
 from wavecrest.isa import emulate
@@ -373,7 +373,7 @@ def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_build_is_kept_and_made_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _name: tmp_path)
     try:
-        machine.compiler()
+        cc.compiler("the emulator")
     except MissingDependency as problem:
         pytest.skip(str(problem))
     first = machine.build()

@@ -1,28 +1,21 @@
 """The C half of the emulator: the fields of its actions, and how it is compiled and loaded.
 
-The sources in `machine/` are compiled once per compiler and processor into the user's cache folder.
+The sources in `machine/` are compiled once per compiler and processor into the user's cache folder (`wavecrest.cc`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
-from wavecrest import env
-from wavecrest.errors import EnvironmentProblem, MissingDependency
+from wavecrest import cc
+from wavecrest.errors import EnvironmentProblem
 from wavecrest.isa.emulate import effects
 
 SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "banks.h", "machine.c")
@@ -151,32 +144,6 @@ def source() -> str:
     return "\n".join([_declarations(), *parts])
 
 
-def compiler() -> str:
-    """The C compiler: CC, or cc, gcc or clang, whichever is found first.
-
-    Raises:
-        MissingDependency: no C compiler is installed.
-    """
-    for name in (env.get("CC"), "cc", "gcc", "clang"):
-        if name and shutil.which(name.split()[0]):
-            return name
-    raise MissingDependency("gcc or clang (a C compiler)", "the emulator", "apt install clang")
-
-
-def _compile(command: list[str], text: str, path: Path) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        done = subprocess.run([*command, "-o", name], input=text, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise EnvironmentProblem(f"the emulator's C code does not compile with {command[0]}: {done.stderr[:2000]}")
-        # renamed into place, so that no process loads half a library
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def build() -> Path:
     """The compiled machine, from the cache folder or made now.
 
@@ -187,20 +154,7 @@ def build() -> Path:
         raise EnvironmentProblem(
             f"the emulator runs on Linux on x86-64 processors; this is {sys.platform} on {platform.machine()}"
         )
-    command = [*compiler().split(), "-shared", "-fPIC", "-O3", "-march=native", "-std=gnu11", "-x", "c", "-"]
-    # the compiler's own macros name its version and what the processor can do: a home folder may serve several machines
-    macros = subprocess.run([*command[:-1], "-dM", "-E", os.devnull], capture_output=True, text=True).stdout
-    text = source()
-    key = hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
-    folder = Path(platformdirs.user_cache_path("wavecrest")) / "emulate"
-    path = folder / f"machine-{key}.so"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _compile([*command, "-lm"], text, path)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot keep the compiled emulator in {folder}: {error}") from error
-    return path
+    return cc.library(source(), "emulate", "machine", "the emulator", (("-march=native",),))
 
 
 @cache

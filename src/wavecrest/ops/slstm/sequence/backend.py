@@ -1,4 +1,4 @@
-"""The op slstm_sequence and wavecrest's kernels for it: one launch, or one for each token."""
+"""The op slstm_sequence and wavecrest's kernels for it: one launch, one for each token, and C code for a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wavecrest.ops.slstm.backend import refuse as _refuse
 from wavecrest.ops.slstm.call import SlstmCall, check
 from wavecrest.ops.slstm.key import KEY_FIELDS, head_dim_and_dtype, key_of
 from wavecrest.ops.slstm.reference import reference
+from wavecrest.ops.slstm.sequence import launch_cpu as _cpu
 from wavecrest.ops.slstm.sequence.config import KEPT_HEAD_DIM, LARGEST_HEAD_DIM, default
 from wavecrest.ops.slstm.sequence.launch import bind
 from wavecrest.ops.slstm.sequence.launch_steps import bind as bind_steps
@@ -76,3 +77,4 @@ op.attach_kernel(
     priority=_launcher.KERNEL_PRIORITY,
     default_config=default_config_steps,
 )
+op.attach("c", _cpu.run, refuse=_cpu.refuse, opt_in=_cpu.opt_in, priority=_cpu.PRIORITY, bind=_cpu.bind)

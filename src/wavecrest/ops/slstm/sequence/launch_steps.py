@@ -86,7 +86,7 @@ def bind(call: SlstmCall, config: Config) -> Callable[[SlstmCall], Tensor | tupl
     if torch.compiler.is_compiling():
         # in a graph all launches are one operation: written out they would be as many as there are tokens
         values = [config.kwargs[name] for name in PARAMETERS]
-        return lambda call: _result(call, _in_graph(call, values))
+        return lambda call: result_of(call, _in_graph(call, values))
     launches = planned(call, config, _target.arch())
     start = _launcher.starter(launches[0], call.x.device) if launches else None
     padded, last = _has_places(call), call.return_last_states
@@ -108,7 +108,8 @@ def bind(call: SlstmCall, config: Config) -> Callable[[SlstmCall], Tensor | tupl
     return run
 
 
-def _result(call: SlstmCall, found: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+def result_of(call: SlstmCall, found: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """The result of a call from that of an operation in a graph."""
     return tuple(found) if call.return_last_states else found[0]
 
 
@@ -117,7 +118,8 @@ def _run(call: SlstmCall, values: list[int]) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
 
-def _fake(call: SlstmCall) -> list[Tensor]:
+def fake(call: SlstmCall) -> list[Tensor]:
+    """Memory of the shapes and dtypes of a call's results, for calls of fake tensors."""
     y = call.x.new_empty((call.batch, call.tokens, call.heads, call.head_dim))
     if not call.return_last_states:
         return [y]
@@ -125,4 +127,4 @@ def _fake(call: SlstmCall) -> list[Tensor]:
     return [y, *states]
 
 
-_in_graph = configured_operation_of("slstm_steps", SlstmCall, _run, _fake)
+_in_graph = configured_operation_of("slstm_steps", SlstmCall, _run, fake)

@@ -1,4 +1,4 @@
-"""The op slstm_step and wavecrest's kernel for it."""
+"""The op slstm_step and wavecrest's kernels for it: one launch, and C code for a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wavecrest.ops.slstm.backend import refuse
 from wavecrest.ops.slstm.call import SlstmStepCall, check_step
 from wavecrest.ops.slstm.key import STEP_KEY_FIELDS, head_dim_and_dtype, step_key_of
 from wavecrest.ops.slstm.reference import step
+from wavecrest.ops.slstm.sequence import launch_cpu as _cpu
 from wavecrest.ops.slstm.step.config import default
 from wavecrest.ops.slstm.step.launch import bind
 
@@ -33,3 +34,4 @@ op: Op[SlstmStepCall, tuple[Tensor, ...]] = Op(
     op_class="gemm",
 )
 op.attach_kernel("triton", bind, refuse=refuse, priority=_launcher.KERNEL_PRIORITY, default_config=default_config)
+op.attach("c", _cpu.run_step, refuse=_cpu.refuse, opt_in=_cpu.opt_in, priority=_cpu.PRIORITY, bind=_cpu.bind_step)
