@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,8 +10,13 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, StaticLayer, StaticSlidingWindowLayer
 
+from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.measure.workload import Inputs
 from wavecrest.nn.kv_store import Cached, KVStore, check_format
+from wavecrest.ops._flash_decoding.call import MAX_TOKENS
+from wavecrest.quantizer.quality import Quality
+from wavecrest.quantizer.report import CacheRow
 
 # the attention implementation that reads these caches
 ATTENTION = "wavecrest"
@@ -64,12 +70,20 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take in new keys and values [B, Hk, T, D], which attention stores as it reads what is there.
 
         Raises:
-            InvalidArgument: their batch, heads or head_dim are not those of the first ones.
+            InvalidArgument: they need gradients, or their batch is not that of the first ones.
         """
+        if needs_grad(key_states, value_states):
+            raise InvalidArgument(
+                "keys and values go into a quantized cache without gradients: call the model under torch.no_grad"
+            )
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
+        if key_states.shape[0] != store.k.shape[0]:
+            raise InvalidArgument(
+                f"a key-value cache of {store.k.shape[0]} sequences got {key_states.shape[0]}; make another one"
+            )
         self.cumulative_length.add_(key_states.shape[2])
         if self._checks:
             torch._assert_async(
@@ -82,9 +96,9 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys that a mask is of, and the place of the first."""
         return self.max_cache_len, 0
 
-    def get_seq_length(self) -> Any:
-        """Tokens so far, on the device; 0 before the first."""
-        return self.cumulative_length if self.is_initialized else 0
+    def get_seq_length(self) -> Tensor:
+        """Tokens so far, on the device; also before the first, so that an empty cache is read as a cleared one is."""
+        return self.cumulative_length
 
     def get_max_length(self) -> int:
         """Tokens at most."""
@@ -212,3 +226,62 @@ def config_of(model: Any) -> Any:
             "wavecrest.integrations.transformers.use_attention(model) first"
         )
     return found
+
+
+def argument_of(model: Any) -> str:
+    """The name that a model's forward has for its cache: "cache" since transformers 5.24, "past_key_values" before."""
+    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache"
+
+
+class ThroughCache:
+    """A causal model's logits where every token is read from a quantized cache, as in decoding.
+
+    Tokens go through it up to 16 at a time, as many as `flash_decoding` takes: each sees what was stored of those up to
+    its own, the same as one at a time.
+    """
+
+    def __init__(self, model: nn.Module, format: str) -> None:
+        """See `QuantizedStaticCache`, also for what it raises."""
+        QuantizedStaticCache(model, 1, format)
+        self._model, self._format, self._name = model, format, argument_of(model)
+        # of the input with the largest cache: sequences, tokens, bytes before and after
+        self._largest = (0, 0, 0, 0)
+
+    def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The logits [B, T, V] of an input, under the name that the model gives them.
+
+        Raises:
+            InvalidArgument: the input is something else than token ids, maybe with an attention_mask; or the model
+                gives no logits.
+        """
+        given = dict(inputs.kwargs)
+        if inputs.args and "input_ids" not in given:
+            given["input_ids"] = inputs.args[0]
+        ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+        left = [name for name, value in given.items() if value is not None and not isinstance(value, bool)]
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or len(inputs.args) > 1 or left:
+            raise InvalidArgument(
+                "quantize: kv_cache is judged on token ids (input_ids [B, T], maybe with an attention_mask) alone; "
+                f"got {', '.join(left) or 'other inputs'}"
+            )
+        # padding at the right alone comes after all tokens that count, which do not see it
+        if mask is not None and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            mask = None
+        length = ids.shape[1]
+        cache, found = QuantizedStaticCache(self._model, length, self._format), []
+        for begin in range(0, length, MAX_TOKENS):
+            end = min(begin + MAX_TOKENS, length)
+            more = {} if mask is None else {"attention_mask": mask[:, :end]}
+            answer = self._model(input_ids=ids[:, begin:end], **{self._name: cache}, use_cache=True, **more)
+            if not isinstance(getattr(answer, "logits", None), Tensor):
+                raise InvalidArgument(
+                    f"quantize: kv_cache is judged by logits, which {type(self._model).__name__} does not return"
+                )
+            found.append(answer.logits)
+        if cache.nbytes > self._largest[3]:
+            self._largest = (ids.shape[0], length, cache.nbytes_unquantized, cache.nbytes)
+        return {"logits": torch.cat(found, 1)}
+
+    def row(self, quality: Quality | None) -> CacheRow:
+        """The cache for a report, with the quality of the model in its own precision."""
+        return CacheRow(self._format, *self._largest, quality)
