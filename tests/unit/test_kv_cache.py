@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.dispatch import registry
-from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.errors import CheckpointError, InvalidArgument, QualityNotMet, Unsupported
 from wavecrest.nn import attention as ours
 from wavecrest.nn import kv_store
 from wavecrest.nn.kv_store import FORMATS, KVStore
@@ -22,6 +24,9 @@ from wavecrest.optimizer.steps.replace_attention import use_attention
 transformers = pytest.importorskip("transformers")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
+import wavecrest  # noqa: E402
+from wavecrest.integrations import generate  # noqa: E402
+from wavecrest.integrations.transformers import quantized_cache  # noqa: E402
 from wavecrest.quantizer.kv_cache import QuantizedStaticCache  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,9 +273,9 @@ def test_a_long_part_behind_others_is_dequantized_and_says_so(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = [logits(model, tokens[:, :20], cache=cache)]
-    with pytest.warns(ours.AttentionFallback, match="a dequantized copy of a quantized cache for 40 queries behind"):
-        with ours.watching() as calls:
-            got.append(logits(model, tokens[:, 20:60], cache=cache))
+    text = "a dequantized copy of a quantized cache for 40 queries behind"
+    with pytest.warns(ours.AttentionFallback, match=text), ours.watching() as calls:
+        got.append(logits(model, tokens[:, 20:60], cache=cache))
     assert all("its cache is dequantized for 40 queries" in call.reason for call in calls)
     got.append(logits(model, tokens[:, 60:], cache=cache))
     assert 0 < off(torch.cat(got, 1)[:, 20:], want[:, 20:]) < 0.03
@@ -327,10 +332,9 @@ def test_generate_is_a_loop_over_steps() -> None:
     model, tokens = made("llama"), ids(3, 20)
     shown = torch.ones_like(tokens)
     shown[1, :7] = 0
+    cache = QuantizedStaticCache(model, 32, "int4")
     with torch.no_grad():
-        found = model.generate(
-            tokens, attention_mask=shown, max_new_tokens=9, do_sample=False, cache=QuantizedStaticCache(model, 32, "int4")
-        )  # fmt: skip
+        found = model.generate(tokens, attention_mask=shown, max_new_tokens=9, do_sample=False, cache=cache)
     cache, made_here, place = QuantizedStaticCache(model, 32, "int4"), tokens, (shown.cumsum(-1) - 1).clamp(min=0)
     new = tokens
     for _ in range(9):
@@ -430,4 +434,122 @@ def test_rows_in_8_bits() -> None:
             quantize_cache_8bit(x, **bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="quantize_cache_8bit: x must be"):
         quantize_cache_8bit(x.int(), torch.int8)
-    assert dequantize(torch.zeros(1, 1, dtype=torch.uint8), torch.ones(1, 1), torch.ones(1, 1), torch.float32).sum() == 2
+    assert (
+        dequantize(torch.zeros(1, 1, dtype=torch.uint8), torch.ones(1, 1), torch.ones(1, 1), torch.float32).sum() == 2
+    )
+
+
+def test_the_report_has_the_error_of_the_cache() -> None:
+    model, tokens = made("llama"), ids(2, 35)
+    padded = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    # at the right, as tokenizers pad, and nothing is dequantized for it
+    padded["attention_mask"][1, 30:] = 0
+    want, kl, rows = logits(model, tokens).double().log_softmax(-1), {}, {}
+    for format in FORMATS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ours.AttentionFallback)
+            found = wavecrest.quantize(model, None, kv_cache=format, calibration=padded)
+        row = rows[format] = found.report.kv_cache
+        assert row is not None and row.quality == found.report.quality and row.quality is not None
+        kl[format] = row.quality.kl
+        # one token at a time gives the same answers
+        cache = found.cache(35)
+        got = pieces(model, tokens, cache, [1] * 35).double().log_softmax(-1)
+        terms = (want.exp() * (want - got)).sum(-1)[padded["attention_mask"].bool()]
+        assert kl[format] == pytest.approx(float(terms.mean()), rel=0.05)
+        assert (row.sequences, row.tokens, row.bytes_after) == (2, 35, cache.nbytes)
+        assert row.bytes_before == cache.nbytes_unquantized
+        assert found.formats == {} and not found.report.layers and f"cache in {format}, 2 × 35" in str(found.report)
+        assert format in repr(found)
+    assert 0 < kl["int8"] < kl["fp8"] < kl["int4"]
+    with pytest.raises(QualityNotMet, match=r"the key-value cache alone is not within the limits.*kl"):
+        wavecrest.quantize(model, None, kv_cache="int4", calibration=padded, quality={"kl": kl["int4"] / 2})
+    # with layers too: the cache by itself, and everything together, which the limit is on
+    before = logits(model, tokens)
+    found = wavecrest.quantize(model, "int8", kv_cache="int4", calibration=padded, quality={"kl": kl["int4"] * 3})
+    report = found.report
+    assert report.kv_cache == rows["int4"] and report.quality is not None and report.quality != rows["int4"].quality
+    assert "by itself" in str(report) and found.formats
+    found.restore()
+    assert torch.equal(logits(model, tokens), before)
+
+
+def test_without_inputs_a_cache_is_made_all_the_same() -> None:
+    model = made("llama")
+    found = wavecrest.quantize(model, None, kv_cache="int8")
+    assert found.report.quality is None and "key-value cache in int8" in str(found.report)
+    assert found.cache(9).format == "int8" == quantized_cache(model, 9, "int8").format
+    found.restore()
+    for options, text in (
+        ({"format": None}, "format=None quantizes no layer"),
+        ({"format": None, "kv_cache": "fp8", "keep": ["a"]}, "format=None quantizes no layer"),
+        ({"kv_cache": "nf4"}, "stored as fp8, int8, int4, not 'nf4'"),
+        ({"kv_cache": "fp8", "calibration": {"input_ids": ids(1, 4), "position_ids": ids(1, 4)}}, "got position_ids"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            wavecrest.quantize(model, **options)
+    with pytest.raises(InvalidArgument, match="without kv_cache"):
+        wavecrest.quantize(model, "int8").cache(9)
+    other = made("llama")
+    other.set_attn_implementation("sdpa")
+    with pytest.raises(Unsupported, match=r"sdpa attention.*use_attention"):
+        wavecrest.quantize(other, "int8", kv_cache="fp8")
+
+
+def test_files_keep_the_format(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, tokens = made("llama"), ids(1, 20)
+    for format in ("int8", None):
+        found = wavecrest.quantize(model, format, kv_cache="int4")
+        found.save(tmp_path / "model.safetensors")
+        want = logits(model, tokens, cache=found.cache(20))
+        other = wavecrest.load_quantized(made("llama"), tmp_path / "model.safetensors")
+        assert other.kv_cache == "int4" and other.report.kv_cache is not None
+        assert torch.equal(logits(other.model, tokens, cache=other.cache(20)), want)
+        found.restore()
+    wavecrest.quantize(model, "int8").save(tmp_path / "model.safetensors")
+    assert wavecrest.load_quantized(made("llama"), tmp_path / "model.safetensors").kv_cache is None
+    held_now = safetensors.load_file(tmp_path / "model.safetensors")
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["wavecrest"])
+    for kind, entry in (("newer", {"kv_cache": "nf4"}), ("older", {})):
+        about.pop("kv_cache", None)
+        safetensors.save_file(held_now, tmp_path / kind, metadata={"wavecrest": json.dumps(about | entry)})
+    with pytest.raises(CheckpointError, match="cache of unknown format: nf4"):
+        wavecrest.load_quantized(made("llama"), tmp_path / "newer")
+    assert wavecrest.load_quantized(made("llama"), tmp_path / "older").kv_cache is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generation_as_a_workload(name: str, small_pages: None) -> None:
+    model, tokens = made(name), ids(2, 37)
+    workload = generate.of(model, tokens, {"max_new_tokens": 8, "kv_cache": "int4"})
+    found = workload.generate()
+    assert torch.equal(found, workload.by_library()) and len(set(found[0, 37:].tolist())) > 2
+    cache, new, made_here = QuantizedStaticCache(model, 45, "int4"), tokens, tokens
+    for _ in range(8):
+        new = logits(model, new, cache=cache)[:, -1:].argmax(-1)
+        made_here = torch.cat((made_here, new), 1)
+    assert torch.equal(found, made_here)
+    want = {bucket: workload.run(bucket) for bucket in ("decode", "prompt")}
+    for bucket in ("prompt", "decode", "decode", "prompt"):
+        assert torch.equal(workload.run(bucket), want[bucket])
+    # nothing without being asked
+    if name == "llama":
+        plain = generate.of(model, tokens, {"max_new_tokens": 8})
+        assert type(plain.buckets["decode"].kwargs["cache"]).__name__ == "StaticCache"
+    model.set_attn_implementation("eager")
+    with pytest.raises(Unsupported, match="use_attention"):
+        generate.of(model, tokens, {"max_new_tokens": 8, "kv_cache": "int4"})
+
+
+def test_the_gate_compares_the_bits_of_a_cache() -> None:
+    from wavecrest.optimizer.gate import Gate, failures
+
+    workload = generate.of(made("llama", 1), ids(1, 18), {"max_new_tokens": 3, "kv_cache": "fp8"})
+    gate = Gate.prepare(workload, seed=0)
+    assert not failures(gate.check(copy.deepcopy(workload.model)))
+    wrong = copy.deepcopy(workload.model)
+    with torch.no_grad():
+        wrong.inner.model.layers[0].self_attn.v_proj.weight.mul_(1.2)  # type: ignore[union-attr,operator]
+    assert "values after the call" in failures(gate.check(wrong))

@@ -270,9 +270,7 @@ class _Run:
         reached = self._cache.quality
         held = {} if limits is None or reached is None else limits.of(reached)
         name, size = type(self._model).__name__, self._before
-        report = QuantizeReport(
-            name, (), size, size, quality=reached, limits=held, inputs=inputs, kv_cache=self._cache
-        )
+        report = QuantizeReport(name, (), size, size, quality=reached, limits=held, inputs=inputs, kv_cache=self._cache)
         return Quantized(self._model, {}, report, self._changes, self._cache.format)
 
     def move_scales(self, alpha: float) -> None:

@@ -147,7 +147,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     own keys and values unrounded. Layers with a sliding window keep that many tokens, in pages of 64.
 
     >>> use_attention(model)
-    >>> model.generate(ids, past_key_values=QuantizedStaticCache(model, 2048, "fp8"), max_new_tokens=64)
+    >>> model.generate(ids, cache=QuantizedStaticCache(model, 2048, "fp8"), max_new_tokens=64)
 
     Attributes:
         format: "fp8", "int8" or "int4".

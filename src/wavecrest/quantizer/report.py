@@ -113,10 +113,14 @@ class QuantizeReport:
     def _summary(self) -> Iterator[str]:
         changed = [row for row in self.layers if row.format]
         formats = sorted({row.format for row in changed if row.format})
-        yield (
-            f"{self.model}: {len(changed)} of {len(self.layers)} linear layers in {', '.join(formats) or 'no format'}, "
-            f"{megabytes(self.bytes_before)} → {megabytes(self.bytes_after)} MB"
-        )
+        if self.layers or self.kv_cache is None:
+            yield (
+                f"{self.model}: {len(changed)} of {len(self.layers)} linear layers in "
+                f"{', '.join(formats) or 'no format'}, {megabytes(self.bytes_before)} → "
+                f"{megabytes(self.bytes_after)} MB"
+            )
+        else:
+            yield f"{self.model}: no layer quantized, {megabytes(self.bytes_before)} MB"
         yield from self._cache()
         if any(row.inputs == RANDOM for row in changed):
             yield "errors of layers marked random are of random inputs: calibration inputs say more"
@@ -140,8 +144,10 @@ class QuantizeReport:
             yield f"key-value cache in {row.format}"
             return
         sizes = f"{megabytes(row.bytes_before)} → {megabytes(row.bytes_after)} MB"
-        yield f"key-value cache in {row.format}, {row.sequences} × {row.tokens} tokens: {sizes}; by itself:"
-        yield from _lines(row.quality)
+        line = f"key-value cache in {row.format}, {row.sequences} × {row.tokens} tokens: {sizes}"
+        # of a cache alone the model's quality is its own
+        yield line if not self.layers else f"{line}; by itself:"
+        yield from _lines(row.quality) if self.layers else ()
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -169,7 +175,8 @@ def _lines(quality: Quality) -> Iterator[str]:
             f"  perplexity of {quality.tokens} tokens: {numbers.significant(quality.original_perplexity, 5)} → "
             f"{numbers.significant(quality.perplexity, 5)}"
         )
-    yield f"  relative error {numbers.significant(quality.relative)}, largest error {numbers.significant(quality.worst)}"
+    relative, worst = numbers.significant(quality.relative), numbers.significant(quality.worst)
+    yield f"  relative error {relative}, largest error {worst}"
 
 
 def megabytes(count: int) -> str:

@@ -11,5 +11,12 @@ from wavecrest.ops.packed.weight import (
 )
 
 __all__ = [
-    "PackedWeight", "from_plain", "mxfp4_of_pairs", "pack", "quantize_cache", "quantize_cache_8bit", "refuse_other_formats", "to_plain",
-]  # fmt: skip
+    "PackedWeight",
+    "from_plain",
+    "mxfp4_of_pairs",
+    "pack",
+    "quantize_cache",
+    "quantize_cache_8bit",
+    "refuse_other_formats",
+    "to_plain",
+]
