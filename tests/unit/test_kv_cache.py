@@ -452,9 +452,9 @@ def test_the_report_has_the_error_of_the_cache() -> None:
         row = rows[format] = found.report.kv_cache
         assert row is not None and row.quality == found.report.quality and row.quality is not None
         kl[format] = row.quality.kl
-        # one token at a time gives the same answers
+        # fewer tokens at a time give the same answers
         cache = found.cache(35)
-        got = pieces(model, tokens, cache, [1] * 35).double().log_softmax(-1)
+        got = pieces(model, tokens, cache, [1] * 35 if format == "int4" else [5] * 7).double().log_softmax(-1)
         terms = (want.exp() * (want - got)).sum(-1)[padded["attention_mask"].bool()]
         assert kl[format] == pytest.approx(float(terms.mean()), rel=0.05)
         assert (row.sequences, row.tokens, row.bytes_after) == (2, 35, cache.nbytes)
@@ -551,5 +551,5 @@ def test_the_gate_compares_the_bits_of_a_cache() -> None:
     assert not failures(gate.check(copy.deepcopy(workload.model)))
     wrong = copy.deepcopy(workload.model)
     with torch.no_grad():
-        wrong.inner.model.layers[0].self_attn.v_proj.weight.mul_(1.2)  # type: ignore[union-attr,operator]
+        wrong.inner.model.layers[0].self_attn.v_proj.weight.neg_()  # type: ignore[union-attr,operator]
     assert "values after the call" in failures(gate.check(wrong))

@@ -301,10 +301,10 @@ def _decode(
     ends, starts, window = _lengths(mask)
     if isinstance(key, Cached):
         # new keys and values are rounded and written first
-        call = key.store.call(*(one.transpose(1, 2) for one in (query, key.k, key.v)), ends)
+        call = key.store.call(query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2), ends)
     else:
         assert isinstance(value, Tensor)
-        call = FlashDecodingCall(*(one.transpose(1, 2) for one in (query, key, value)), ends)
+        call = FlashDecodingCall(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ends)
     call = call._replace(window=window, softmax_scale=scaling, softcap=softcap, sinks=sinks, seq_starts=starts)
     if _watchers and not torch.compiler.is_compiling():
         decision = _flash_decoding.decide(call)

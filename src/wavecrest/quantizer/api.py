@@ -101,7 +101,7 @@ def quantize(
     _check_options(names, calibration, evaluation, limits, max_error, group, smooth, activations, only_faster)
     _check_model(model)
     through = None if kv_cache is None else place.cache_module().ThroughCache(model, kv_cache)
-    found = layers.find(model, keep) if names else Found((), {})
+    found = layers.find(model, keep) if names else Found([], {})
     changes = Changes()
     with ExitStack() as stack:
         try:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers import cache_utils
 
 from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -18,11 +17,13 @@ from wavecrest.ops._flash_decoding.call import MAX_TOKENS
 from wavecrest.quantizer.quality import Quality
 from wavecrest.quantizer.report import CacheRow
 
+# its annotations say int where static layers have tensors
+_library: Any = cache_utils
 # the attention implementation that reads these caches
 ATTENTION = "wavecrest"
 
 
-class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
+class QuantizedStaticLayer(_library.CacheLayerMixin):  # type: ignore[misc]
     """A layer's part of a `QuantizedStaticCache`.
 
     Attributes:
@@ -140,7 +141,7 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
     prefetch = offload
 
 
-class QuantizedStaticCache(Cache):  # type: ignore[misc]
+class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
     """A key-value cache of fixed size in 8-bit floats, int8 or 4 bits, for a transformers model.
 
     Each token and head has scales of its own. Decode steps read it as it lies, by `flash_decoding`; a prompt sees its
@@ -171,14 +172,14 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         config = config_of(model)
         self._config = config
         layers: list[Any] = []
-        for own in StaticCache(config=config, max_cache_len=max_cache_len).layers:
+        for own in _library.StaticCache(config=config, max_cache_len=max_cache_len).layers:
             kind = type(own)
-            if kind is DummyLayer:
+            if kind is _library.DummyLayer:
                 layers.append(own)
                 continue
-            if kind not in (StaticLayer, StaticSlidingWindowLayer):
+            if kind not in (_library.StaticLayer, _library.StaticSlidingWindowLayer):
                 raise Unsupported(f"{type(model).__name__} keeps a {kind.__name__}: only keys and values are quantized")
-            slides = kind is StaticSlidingWindowLayer
+            slides = kind is _library.StaticSlidingWindowLayer
             # as large as the window, where that is smaller
             window = own.max_cache_len if slides and own.max_cache_len < max_cache_len else None
             first = not any(isinstance(one, QuantizedStaticLayer) for one in layers)
@@ -194,7 +195,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     @property
     def nbytes_unquantized(self) -> int:
         """Bytes of transformers' static cache of the same size, in the dtype of the keys that came in."""
-        plain = StaticCache(config=self._config, max_cache_len=self.max_cache_len)
+        plain = _library.StaticCache(config=self._config, max_cache_len=self.max_cache_len)
         total = 0
         for own, layer in zip(plain.layers, self.layers, strict=True):
             if not isinstance(layer, QuantizedStaticLayer) or layer.store is None:
