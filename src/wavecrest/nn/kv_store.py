@@ -29,7 +29,7 @@ def check_format(format: Any) -> str:
     """The format.
 
     Raises:
-        InvalidArgument: it is none of FORMATS.
+        InvalidArgument: another one than FORMATS has.
     """
     if format not in FORMATS:
         raise InvalidArgument(f"a key-value cache is stored as {', '.join(FORMATS)}, not {format!r}")
