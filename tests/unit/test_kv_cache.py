@@ -152,7 +152,7 @@ def test_steps_read_what_was_stored(name: str, format: str, small_pages: None) -
     model = made(name)
     wide = copy.deepcopy(model).double()
     wide.set_attn_implementation("eager")
-    steps = STEPS if name == "llama" else STEPS // 2
+    steps = STEPS if name == "llama" and format != "int8" else STEPS // 2
     tokens = ids(2, PROMPT + steps)
     shown = torch.ones_like(tokens)
     shown[1, :3] = 0
