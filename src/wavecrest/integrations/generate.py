@@ -22,8 +22,8 @@ from wavecrest.measure.workload import Inputs, Quality, Workload, begin_step
 __all__ = ["Generation", "Step", "Throughput", "load", "of"]
 
 PROMPT, DECODE = "prompt", "decode"
-# options of `generate` that have a meaning here: greedy, with a static cache
-OPTIONS = ("max_new_tokens", "do_sample", "eos_token_id", "pad_token_id", "cache_implementation")
+# options of `generate` that have a meaning here: greedy, with a static cache; and one of this workload
+OPTIONS = ("max_new_tokens", "do_sample", "eos_token_id", "pad_token_id", "cache_implementation", "kv_cache")
 
 
 class Step(nn.Module):
@@ -90,12 +90,12 @@ class Generation(Workload):
     """A workload of two buckets, "prompt" and "decode", and the loop around them; made by `of`.
 
     Attributes:
-        options: of `generate`, as given.
-        keys: keys and values of the prompt by layer, which the decode bucket starts from.
+        options: of `generate`, as given, and "kv_cache".
+        keys: what the prompt leaves in each layer's memory, which the decode bucket starts from.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
-    keys: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    keys: list[list[Tensor]] = field(default_factory=list)
 
     @property
     def step(self) -> Step:
@@ -137,8 +137,14 @@ class Generation(Workload):
     def by_library(self) -> Tensor:
         """The token ids of transformers' own `generate()` of the original."""
         inner: Any = self.step.inner
+        options = dict(self.options)
+        if options.get("kv_cache") is not None:
+            # it has no name for such a cache, and takes one that was made
+            options.pop("cache_implementation", None)
+            options[self.step.cache] = _cache(inner, self.tokens, options)
+        options.pop("kv_cache", None)
         with torch.no_grad():
-            found: Tensor = inner.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **self.options)
+            found: Tensor = inner.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **options)
         return found
 
     def throughput(self, optimized: nn.Module, *, seconds: float = 10.0) -> Throughput:
@@ -164,10 +170,10 @@ class Generation(Workload):
     def _rewind(self, bucket: str) -> None:
         """Before a call: the cache empty, or as the prompt left it; zeros in the room behind, so that writes show."""
         length = 0 if bucket == PROMPT else self.tokens.shape[1]
-        for layer, (keys, values) in zip(self.buckets[DECODE].kwargs["cache"].layers, self.keys, strict=True):
-            for room, kept in ((layer.keys, keys), (layer.values, values)):
-                room[:, :, :length].copy_(kept[:, :, :length])
-                room[:, :, length:].zero_()
+        for layer, keys in zip(self.buckets[DECODE].kwargs["cache"].layers, self.keys, strict=True):
+            for room, kept in zip(_rooms(layer), keys, strict=True):
+                room[:, :length].copy_(kept[:, :length])
+                room[:, length:].zero_()
             layer.cumulative_length.fill_(length)
 
     def _same_ids(self, original: Callable[..., Any], candidate: Callable[..., Any]) -> list[Quality]:
@@ -200,23 +206,23 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
         model: on the device it serves on.
         inputs: token ids int64 [B, S], or a dict of "input_ids" and perhaps an "attention_mask" that hides nothing.
         options: of `generate`: "max_new_tokens", and perhaps "do_sample" (False), "eos_token_id", "pad_token_id",
-            "cache_implementation" ("static").
+            "cache_implementation" ("static"), and "kv_cache": "fp8", "int8" or "int4", for the original and all that is
+            made of it, whose attention is "wavecrest" then.
 
     Raises:
         MissingDependency: transformers is not installed.
+        Unsupported: "kv_cache" is given, and the model's attention does not read such a cache.
         WorkloadError: the model has no cache that a captured step can use, or inputs or options are other ones.
     """
     try:
-        from transformers import StaticCache
+        import transformers  # noqa: F401
     except ImportError as error:
         raise MissingDependency("transformers", "--generate", "pip install transformers") from error
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise WorkloadError(f"--generate takes a causal language model of transformers, not {type(model).__name__}")
     _check(options)
     tokens = _tokens(inputs)
-    config: Any = model.config
-    new = options["max_new_tokens"]
-    cache: Any = StaticCache(config=config, max_cache_len=tokens.shape[1] + new)
+    cache = _cache(model, tokens, options)
     left = {type(layer).__name__ for layer in cache.layers if not _counts_on_device(layer)}
     if left:
         raise WorkloadError(
@@ -231,7 +237,7 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
     buckets = {PROMPT: Inputs((), prompt), DECODE: Inputs((), {**prompt, "input_ids": first, "begins": False})}
     made = Generation(step, buckets, name=type(model).__name__, options={"do_sample": False, **options})
     length = tokens.shape[1]
-    made.keys = [(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()) for layer in cache.layers]
+    made.keys = [[room[:, :length].clone() for room in _rooms(layer)] for layer in cache.layers]
     made.reset, made.quality = made._rewind, made._same_ids
     # empty, as no call leaves it: a run tells the original's own writes by what differs from the beginning
     made._rewind(PROMPT)
@@ -250,6 +256,27 @@ def _check(options: Any) -> None:
         raise WorkloadError("--generate is greedy, with a static cache: do_sample=False, cache_implementation='static'")
 
 
+def _cache(model: Any, tokens: Tensor, options: Mapping[str, Any]) -> Any:
+    """An empty static cache for a whole generation."""
+    from transformers import StaticCache
+
+    from wavecrest.quantizer.kv_cache import QuantizedStaticCache
+
+    length, format = tokens.shape[1] + options["max_new_tokens"], options.get("kv_cache")
+    if format is not None:
+        return QuantizedStaticCache(model, length, format)
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def _rooms(layer: Any) -> list[Tensor]:
+    """A layer's memory, [B, S, …] each: S tokens, or of a window as many as are kept."""
+    store = getattr(layer, "store", None)
+    if store is not None:
+        # as bytes: PyTorch has few operations of 8-bit floats
+        return [one.view(torch.uint8) for one in store.tensors()]
+    return [layer.keys.transpose(1, 2), layer.values.transpose(1, 2)]
+
+
 def _tokens(inputs: Any) -> Tensor:
     if isinstance(inputs, Mapping):
         unknown = sorted(set(inputs) - {"input_ids", "attention_mask"})
@@ -265,7 +292,8 @@ def _tokens(inputs: Any) -> Tensor:
 
 
 def _counts_on_device(layer: Any) -> bool:
-    return isinstance(getattr(layer, "cumulative_length", None), Tensor) and not getattr(layer, "is_sliding", False)
+    counts = isinstance(getattr(layer, "cumulative_length", None), Tensor)
+    return counts and (hasattr(layer, "store") or not getattr(layer, "is_sliding", False))
 
 
 def _ends(made: Generation) -> Tensor | None:

@@ -14,7 +14,9 @@ from wavecrest.optimizer.steps.replace_attention import register_attention, use_
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["enable", "load_folder", "patch_transformers_xlstm", "use_attention"]
+    from wavecrest.quantizer.kv_cache import QuantizedStaticCache
+
+__all__ = ["enable", "load_folder", "patch_transformers_xlstm", "quantized_cache", "use_attention"]
 
 # sequence lengths and batch sizes tried unless the folder's spec says otherwise
 DEFAULT_SHAPES = ((1, 32), (8, 128))
@@ -45,6 +47,25 @@ def enable() -> None:
         raise MissingDependency(
             "transformers", 'attn_implementation="wavecrest"', "pip install transformers"
         ) from error
+
+
+def quantized_cache(model: nn.Module, max_cache_len: int, format: str = "fp8") -> QuantizedStaticCache:
+    """An empty static key-value cache in 8 or 4 bits, to call a model or its `generate` with (`docs/quantize.md`).
+
+    Args:
+        model: of transformers, on our attention (`use_attention`).
+        max_cache_len: tokens of a sequence at most, prompt and new ones.
+        format: "fp8" (e4m3fnuz on gfx942, else e4m3fn), "int8" or "int4".
+
+    Raises:
+        InvalidArgument: the format is unknown, or `max_cache_len` is below 1.
+        Unsupported: the model's attention is another one, or a layer keeps something else than keys and values.
+        MissingDependency: transformers is not installed.
+    """
+    from wavecrest.quantizer.place import cache_module
+
+    made: QuantizedStaticCache = cache_module().QuantizedStaticCache(model, max_cache_len, format)
+    return made
 
 
 def load_folder(folder: str, *, device: str | None = None) -> Workload:

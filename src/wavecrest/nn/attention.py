@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.nn.kv_store import Cached
 from wavecrest.ops._flash_attention.backend import op as _flash_attention
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
 from wavecrest.ops._flash_decoding.backend import op as _flash_decoding
-from wavecrest.ops._flash_decoding.call import FlashDecodingCall
+from wavecrest.ops._flash_decoding.call import MAX_TOKENS, FlashDecodingCall
 
 # dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not
 # used, and a query sees the W keys up to its own. Of KEYS the bytes are flags, 1 for a key that is hidden; of WINDOW
@@ -193,8 +194,8 @@ def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Cached,
+    value: Tensor | Cached,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -212,7 +213,7 @@ def attend(
     Args:
         module: asked for `is_causal` where neither mask nor argument say.
         query: [B, H, Sq, D] of a floating dtype.
-        key, value: [B, Hkv, Sk, D or Dv], their heads not repeated.
+        key, value: [B, Hkv, Sk, D or Dv], their heads not repeated; or what a quantized cache gives for them.
         attention_mask: None (causal at the upper left, or nothing hidden), compact, of lengths (which runs
             `flash_decoding`), bool, or added to the scores.
         dropout: of the weights.
@@ -234,9 +235,13 @@ def attend(
         raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
     undecoded = ""
     if attention_mask is not None and is_lengths(attention_mask):
-        undecoded = _undecoded(query, value, dropout, position_bias)
+        undecoded = _undecoded(query, value.v if isinstance(value, Cached) else value, dropout, position_bias)
         if not undecoded:
             return _decode(module, query, key, value, attention_mask, scaling, float(softcap or 0.0), s_aux), None
+    notes = [f"its mask is written out for {undecoded}"] if undecoded else []
+    if isinstance(key, Cached):
+        key, value = _dequantized(query, key, attention_mask, undecoded, notes)
+    assert isinstance(value, Tensor)
     seen = _seen(module, query, key, attention_mask, is_causal)
     if seen.keys != key.shape[2]:
         key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
@@ -251,7 +256,7 @@ def attend(
         bias, None, float(softcap or 0.0), s_aux,
     )  # fmt: skip
     reason = _refuse(call, dropout, attention_mask)
-    _note(type(module).__name__, call, reason, undecoded)
+    _note(type(module).__name__, call, reason, notes)
     if reason:
         return _by_torch(call, dropout, reason), None
     result = _flash_attention(call)
@@ -259,11 +264,34 @@ def attend(
     return result, None
 
 
+def _dequantized(
+    query: Tensor, cached: Cached, mask: Tensor | None, undecoded: str, notes: list[str]
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a quantized cache as tensors, for a call that `flash_decoding` does not take.
+
+    Those of a prompt are its own, unrounded. Others are copied out of the cache, which is said once and noted.
+    """
+    queries, seen = query.shape[2], cached.store.capacity
+    if mask is None:
+        # without one, several queries see their own keys alone
+        seen = queries if queries > 1 else seen
+    elif not is_lengths(mask):
+        seen = mask.shape[3]
+    if seen != queries:
+        reason = undecoded
+        if not reason and queries > MAX_TOKENS:
+            reason = f"{queries} queries behind earlier tokens, where flash_decoding takes {MAX_TOKENS}"
+        reason = reason or "a mask that flash_decoding does not take"
+        notes.append(f"its cache is dequantized for {reason}")
+        warn_fallback(reason, "reads a dequantized copy of a quantized cache")
+    return cached.plain(seen)
+
+
 def _decode(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Cached,
+    value: Tensor | Cached,
     mask: Tensor,
     scaling: float | None,
     softcap: float,
@@ -271,8 +299,13 @@ def _decode(
 ) -> Tensor:
     """Attention under a mask of lengths, over the cache as it lies."""
     ends, starts, window = _lengths(mask)
-    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
-    call = FlashDecodingCall(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
+    if isinstance(key, Cached):
+        # new keys and values are rounded and written first
+        call = key.store.call(query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2), ends)
+    else:
+        assert isinstance(value, Tensor)
+        call = FlashDecodingCall(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ends)
+    call = call._replace(window=window, softmax_scale=scaling, softcap=softcap, sinks=sinks, seq_starts=starts)
     if _watchers and not torch.compiler.is_compiling():
         decision = _flash_decoding.decide(call)
         for calls in _watchers:
@@ -306,14 +339,14 @@ def _refuse(call: FlashAttentionCall, dropout: float, mask: Tensor | None) -> st
     return ""
 
 
-def _note(name: str, call: FlashAttentionCall, reason: str, undecoded: str = "") -> None:
+def _note(name: str, call: FlashAttentionCall, reason: str, notes: Sequence[str] = ()) -> None:
     if torch.compiler.is_compiling():
         return
     for calls in _watchers:
         decision = None if reason else _flash_attention.decide(call)
         why = reason if decision is None else decision.reason
-        if undecoded and decision is not None:
-            why = f"{why}; its mask is written out for {undecoded}"
+        if decision is not None:
+            why = "; ".join([why, *notes])
         calls.append(Call(name, call.seqlen_q, call.seqlen_k, decision, why))
 
 

@@ -1,4 +1,4 @@
-"""`wavecrest.quantize`: a model's linear layers in 8 or 4 bits, chosen by measured error, and back again."""
+"""`wavecrest.quantize`: a model's linear layers and its cache in 8 or 4 bits, by measured error, and back again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.nn import Linear
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed.formats import GROUPS
-from wavecrest.quantizer import calibrate, choose, layers, saved, smooth
+from wavecrest.quantizer import calibrate, choose, layers, place, saved, smooth
 from wavecrest.quantizer import quality as _quality
 from wavecrest.quantizer.calibrate import Observed, Seen
 from wavecrest.quantizer.changes import Changes, install
 from wavecrest.quantizer.layers import SCHEMES, Found, Site
 from wavecrest.quantizer.quality import Limits, Original, Quality
-from wavecrest.quantizer.report import CALIBRATION, RANDOM, LayerRow, QuantizeReport
+from wavecrest.quantizer.report import CALIBRATION, RANDOM, CacheRow, LayerRow, QuantizeReport
 from wavecrest.quantizer.result import Quantized
 from wavecrest.quantizer.smooth import Group
 
@@ -36,8 +36,9 @@ ACTIVATIONS = ("dynamic", "static")
 
 def quantize(
     model: nn.Module,
-    format: str | Sequence[str] = "int8",
+    format: str | Sequence[str] | None = "int8",
     *,
+    kv_cache: str | None = None,
     dtype: str | None = None,
     calibration: Any = None,
     evaluation: Any = None,
@@ -60,7 +61,9 @@ def quantize(
     Args:
         model: a module with its weights; it runs in eval mode meanwhile.
         format: "int8", "fp8", "int4" or "mxfp4" (weights alone), "w8a8-int8" or "w8a8-fp8" (weights and activations);
-            or several of them in order of preference.
+            or several of them in order of preference. None: no layer is quantized, the key-value cache alone.
+        kv_cache: format of the key-value caches that `Quantized.cache` makes for a transformers model: "fp8", "int8" or
+            "int4"; None: none. With inputs the model is then judged through such a cache, by itself too.
         dtype: another word for a single `format`, as `quantize(model, dtype="int8")`.
         calibration: inputs as for `wavecrest.optimize`, or a list of several. Without them errors are measured on
             random inputs, and the model's answers are not compared.
@@ -84,15 +87,21 @@ def quantize(
         InvalidArgument: an argument is outside this, the model has no such layer or is on the meta device, or a weight
             holds NaN or infinity.
         WorkloadError: the inputs cannot be used.
-        QualityNotMet: no layer can be quantized within the limits. On every error the model is as it was.
+        Unsupported: `kv_cache` is asked for, and the model's attention does not read such caches.
+        MissingDependency: `kv_cache` is asked for, and transformers is not installed.
+        QualityNotMet: no layer, or no cache, can be quantized within the limits. On every error the model is as it was.
     """
     if dtype is not None and format != "int8":
         raise InvalidArgument(f"quantize: dtype={dtype!r} and format={format!r} say the same; give one of them")
-    names = layers.schemes(format if dtype is None else dtype)
+    if format is None and (kv_cache is None or dtype is not None or tuple(keep)):
+        raise InvalidArgument("quantize: format=None quantizes no layer: give kv_cache, and neither dtype nor keep")
+    wanted = format if dtype is None else dtype
+    names = () if wanted is None else layers.schemes(wanted)
     limits = _quality.limits(quality)
     _check_options(names, calibration, evaluation, limits, max_error, group, smooth, activations, only_faster)
     _check_model(model)
-    found = layers.find(model, keep)
+    through = None if kv_cache is None else place.cache_module().ThroughCache(model, kv_cache)
+    found = layers.find(model, keep) if names else Found([], {})
     changes = Changes()
     with ExitStack() as stack:
         try:
@@ -105,6 +114,11 @@ def quantize(
                 stack.callback(judged.restore_modes)
             run = _Run(model, found, names, changes, max_error, group, activations == "static")
             run.original = None if judged is None else Original(judged)
+            inputs = "" if judged is None else "calibration" if evaluation is None else "evaluation"
+            if through is not None:
+                run.judge_cache(through, limits)
+            if not names:
+                return run.cache_alone(limits, inputs)
             if workload is not None:
                 flow = smooth is not None and any(SCHEMES[name].activations for name in names)
                 run.observed = calibrate.observe(workload, found.sites, flow=flow)
@@ -114,7 +128,6 @@ def quantize(
                     run.move_scales(smooth)
             run.measure_errors(workload.device if workload is not None and only_faster else None)
             choice, reached = run.choose(limits)
-            inputs = "" if judged is None else "calibration" if evaluation is None else "evaluation"
             return run.result(choice, reached, limits, inputs)
         except BaseException:
             changes.undo()
@@ -139,10 +152,12 @@ def load_quantized(model: nn.Module, path: str | Path, *, device: torch.device |
     before = bytes_of(model)
     content = saved.read(Path(path))
     changes = saved.place(model, content, str(path), device)
-    return loaded(model, content.formats, changes, before)
+    return loaded(model, content.formats, changes, before, content.kv_cache)
 
 
-def loaded(model: nn.Module, formats: dict[str, str], changes: Changes, before: int) -> Quantized:
+def loaded(
+    model: nn.Module, formats: dict[str, str], changes: Changes, before: int, kv_cache: str | None = None
+) -> Quantized:
     """The result for a model whose weights came quantized, of `before` bytes before."""
     rows = []
     for path, module in model.named_modules():
@@ -151,8 +166,9 @@ def loaded(model: nn.Module, formats: dict[str, str], changes: Changes, before: 
         weight = module.get_parameter("weight")
         full = weight.numel() * weight.element_size()
         rows.append(LayerRow(path, formats.get(path), "", full, _stored_bytes(weight)))
-    report = QuantizeReport(type(model).__name__, tuple(rows), before, bytes_of(model))
-    return Quantized(model, formats, report, changes)
+    cache = None if kv_cache is None else CacheRow(kv_cache)
+    report = QuantizeReport(type(model).__name__, tuple(rows), before, bytes_of(model), kv_cache=cache)
+    return Quantized(model, formats, report, changes, kv_cache)
 
 
 def _check_options(
@@ -223,6 +239,39 @@ class _Run:
         self._users = Counter(id(site.parameter) for site in found.sites)
         self._shared: dict[tuple[int, str], PackedWeight] = {}
         self._before = bytes_of(model)
+        # asked for: what runs the model over the key-value cache, and its row
+        self._through: Any = None
+        self._cache: CacheRow | None = None
+
+    def judge_cache(self, through: Any, limits: Limits | None) -> None:
+        """Take a key-value cache, through which the model is judged from here on.
+
+        Args:
+            through: `kv_cache.ThroughCache`.
+            limits: that the model in its own precision must meet with it.
+
+        Raises:
+            QualityNotMet: it does not.
+        """
+        self._through, quality = through, None
+        if self.original is not None:
+            quality = self.original.compare(through)
+            problems = [] if limits is None else limits.broken(quality)
+            if problems:
+                raise QualityNotMet(
+                    f"quantize: the key-value cache alone is not within the limits ({'; '.join(problems)}); allow "
+                    "more, or name another format of kv_cache, such as int8"
+                )
+        self._cache = through.row(quality)
+
+    def cache_alone(self, limits: Limits | None, inputs: str) -> Quantized:
+        """The result where no layer is quantized."""
+        assert self._cache is not None
+        reached = self._cache.quality
+        held = {} if limits is None or reached is None else limits.of(reached)
+        name, size = type(self._model).__name__, self._before
+        report = QuantizeReport(name, (), size, size, quality=reached, limits=held, inputs=inputs, kv_cache=self._cache)
+        return Quantized(self._model, {}, report, self._changes, self._cache.format)
 
     def move_scales(self, alpha: float) -> None:
         """Find the norms whose scales can move into their layers, and keep those that lower the layers' error."""
@@ -348,7 +397,7 @@ class _Run:
         def meets(choice: Mapping[str, str | None]) -> bool:
             assert self.original is not None
             self._install(choice)
-            found = tried[id(choice)] = self.original.compare()
+            found = tried[id(choice)] = self.original.compare(self._through)
             problems[:] = [] if limits is None else limits.broken(found)
             return not problems
 
@@ -396,8 +445,10 @@ class _Run:
             quality=reached,
             limits={} if limits is None or reached is None else limits.of(reached),
             inputs=inputs,
+            kv_cache=self._cache,
         )
-        return Quantized(self._model, formats, report, self._changes)
+        kv_cache = None if self._cache is None else self._cache.format
+        return Quantized(self._model, formats, report, self._changes, kv_cache)
 
     def _row(self, site: Site, name: str | None) -> LayerRow:
         refused = self._refused.get(site.path)

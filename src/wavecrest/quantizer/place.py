@@ -1,4 +1,4 @@
-"""Layers of a model in formats that were chosen before, by path."""
+"""Layers of a model in formats that were chosen before, by path; and the module of its key-value caches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from wavecrest.errors import InvalidArgument
+from wavecrest.errors import InvalidArgument, MissingDependency
 from wavecrest.ops import PackedWeight
 from wavecrest.quantizer import layers
 from wavecrest.quantizer.changes import Changes
@@ -44,3 +44,16 @@ def place_formats(model: nn.Module, formats: Mapping[str, str], group: int | Non
         for path in site.paths:
             changes.module(model, path, made)
     return changes
+
+
+def cache_module() -> Any:
+    """`wavecrest.quantizer.kv_cache`, whose classes are derived from transformers' own.
+
+    Raises:
+        MissingDependency: transformers is not installed.
+    """
+    try:
+        from wavecrest.quantizer import kv_cache
+    except ImportError as error:
+        raise MissingDependency("transformers", "a quantized key-value cache", "pip install transformers") from error
+    return kv_cache

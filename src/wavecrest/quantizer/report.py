@@ -41,6 +41,25 @@ class LayerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRow:
+    """A key-value cache.
+
+    Attributes:
+        format: "fp8", "int8" or "int4".
+        sequences, tokens: of the input with the largest cache; 0 without inputs.
+        bytes_before, bytes_after: of that cache in the model's dtype and in the format, scales included.
+        quality: of the model in its own precision with this cache, beside it without; None: there were no inputs.
+    """
+
+    format: str
+    sequences: int = 0
+    tokens: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    quality: Quality | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizeReport:
     """A quantized model.
 
@@ -53,6 +72,7 @@ class QuantizeReport:
         quality: beside the original on the given inputs, or None: there were no inputs.
         limits: that the model meets, by name.
         inputs: where the quality was measured: "evaluation", or "calibration", from which formats were chosen too.
+        kv_cache: the key-value cache that was asked for, through which `quality` is measured then; or None.
     """
 
     model: str
@@ -64,6 +84,7 @@ class QuantizeReport:
     quality: Quality | None = None
     limits: dict[str, float] = field(default_factory=dict)
     inputs: str = ""
+    kv_cache: CacheRow | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -71,6 +92,8 @@ class QuantizeReport:
 
     def __str__(self) -> str:
         """A summary, and a line for each layer."""
+        if not self.layers:
+            return "\n".join(self._summary())
         lines = [*self._summary(), ""]
         rows = [("layer", "format", "MB", "error", "speed-up", "why"), *self._rows()]
         widths = [max(len(row[at]) for row in rows) for at in range(5)]
@@ -90,10 +113,15 @@ class QuantizeReport:
     def _summary(self) -> Iterator[str]:
         changed = [row for row in self.layers if row.format]
         formats = sorted({row.format for row in changed if row.format})
-        yield (
-            f"{self.model}: {len(changed)} of {len(self.layers)} linear layers in {', '.join(formats) or 'no format'}, "
-            f"{megabytes(self.bytes_before)} → {megabytes(self.bytes_after)} MB"
-        )
+        if self.layers or self.kv_cache is None:
+            yield (
+                f"{self.model}: {len(changed)} of {len(self.layers)} linear layers in "
+                f"{', '.join(formats) or 'no format'}, {megabytes(self.bytes_before)} → "
+                f"{megabytes(self.bytes_after)} MB"
+            )
+        else:
+            yield f"{self.model}: no layer quantized, {megabytes(self.bytes_before)} MB"
+        yield from self._cache()
         if any(row.inputs == RANDOM for row in changed):
             yield "errors of layers marked random are of random inputs: calibration inputs say more"
         if self.smoothed:
@@ -103,23 +131,23 @@ class QuantizeReport:
             yield "the model's answers were not compared: there were no inputs"
             return
         yield f"against the original, on the {self.inputs} inputs:"
-        if quality.kl is not None and quality.top1 is not None:
-            yield (
-                f"  logits at {quality.positions} positions: KL {numbers.significant(quality.kl)} nats, same most "
-                f"likely entry {quality.top1:.2%}"
-            )
-        if quality.perplexity is not None:
-            yield (
-                f"  perplexity of {quality.tokens} tokens: {numbers.significant(quality.original_perplexity, 5)} → "
-                f"{numbers.significant(quality.perplexity, 5)}"
-            )
-        yield (
-            f"  relative error {numbers.significant(quality.relative)}, largest error "
-            f"{numbers.significant(quality.worst)}"
-        )
+        yield from _lines(quality)
         if self.limits:
             kept = ", ".join(f"{name} {numbers.significant(limit)}" for name, limit in self.limits.items())
             yield f"  within the limits: {kept}"
+
+    def _cache(self) -> Iterator[str]:
+        row = self.kv_cache
+        if row is None:
+            return
+        if row.quality is None:
+            yield f"key-value cache in {row.format}"
+            return
+        sizes = f"{megabytes(row.bytes_before)} → {megabytes(row.bytes_after)} MB"
+        line = f"key-value cache in {row.format}, {row.sequences} × {row.tokens} tokens: {sizes}"
+        # of a cache alone the model's quality is its own
+        yield line if not self.layers else f"{line}; by itself:"
+        yield from _lines(row.quality) if self.layers else ()
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -133,6 +161,22 @@ class QuantizeReport:
             )
             rows.append((row.path, row.format or "kept", size, error, speed, row.reason))
         return rows
+
+
+def _lines(quality: Quality) -> Iterator[str]:
+    """How far a model is off, as lines of text."""
+    if quality.kl is not None and quality.top1 is not None:
+        yield (
+            f"  logits at {quality.positions} positions: KL {numbers.significant(quality.kl)} nats, same most "
+            f"likely entry {quality.top1:.2%}"
+        )
+    if quality.perplexity is not None:
+        yield (
+            f"  perplexity of {quality.tokens} tokens: {numbers.significant(quality.original_perplexity, 5)} → "
+            f"{numbers.significant(quality.perplexity, 5)}"
+        )
+    relative, worst = numbers.significant(quality.relative), numbers.significant(quality.worst)
+    yield f"  relative error {relative}, largest error {worst}"
 
 
 def megabytes(count: int) -> str:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.errors import InvalidArgument
 from wavecrest.quantizer import saved
 from wavecrest.quantizer.changes import Changes
+from wavecrest.quantizer.place import cache_module
 from wavecrest.quantizer.report import QuantizeReport, megabytes
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from wavecrest.quantizer.kv_cache import QuantizedStaticCache
 
 
 class Quantized:
@@ -22,15 +25,38 @@ class Quantized:
         model: the model, changed in place.
         formats: the format of each quantized layer, by path; a shared layer has several.
         report: each layer's format, bytes and error, and the model beside the original.
+        kv_cache: the format of the caches that `cache` makes, or None.
     """
 
-    def __init__(self, model: nn.Module, formats: dict[str, str], report: QuantizeReport, changes: Changes) -> None:
-        self.model, self.formats, self.report = model, formats, report
+    def __init__(
+        self,
+        model: nn.Module,
+        formats: dict[str, str],
+        report: QuantizeReport,
+        changes: Changes,
+        kv_cache: str | None = None,
+    ) -> None:
+        self.model, self.formats, self.report, self.kv_cache = model, formats, report, kv_cache
         self._changes: Changes | None = changes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The quantized model's answer."""
         return self.model(*args, **kwargs)
+
+    def cache(self, max_cache_len: int) -> QuantizedStaticCache:
+        """An empty key-value cache in the format asked for, to call the model or its `generate` with.
+
+        Args:
+            max_cache_len: tokens of a sequence at most, prompt and new ones.
+
+        Raises:
+            InvalidArgument: no `kv_cache` was asked for.
+            Unsupported: the model's attention is not wavecrest's any more.
+        """
+        if self.kv_cache is None:
+            raise InvalidArgument("cache: quantize was called without kv_cache, such as kv_cache='fp8'")
+        found: QuantizedStaticCache = cache_module().QuantizedStaticCache(self.model, max_cache_len, self.kv_cache)
+        return found
 
     def restore(self) -> None:
         """Put the model's own layers and parameters back, the same objects; a second time does nothing.
@@ -59,9 +85,9 @@ class Quantized:
             MissingDependency: safetensors is not installed.
             Unsupported: the model has state that is no tensor.
         """
-        if self._changes is not None and not len(self._changes):
+        if self.formats and self._changes is not None and not len(self._changes):
             raise InvalidArgument("save: the model was restored; quantize it again")
-        saved.write(Path(path), self.model, self.formats, self.report)
+        saved.write(Path(path), self.model, self.formats, self.report, self.kv_cache)
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -74,7 +100,8 @@ class Quantized:
     def __repr__(self) -> str:
         """One line: how many layers have each format, and the bytes."""
         counts = {name: list(self.formats.values()).count(name) for name in dict.fromkeys(self.formats.values())}
-        found = ", ".join(f"{name} {count}" for name, count in counts.items())
+        found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no layer"
+        found += "" if self.kv_cache is None else f", key-value cache {self.kv_cache}"
         sizes = f"{megabytes(self.report.bytes_before)} → {megabytes(self.report.bytes_after)} MB"
         return f"Quantized({self.report.model}: {found}, {sizes})"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from wavecrest import __version__
 from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.nn import Linear
+from wavecrest.nn.kv_store import FORMATS as CACHES
 from wavecrest.nn.linear import is_conv1d
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import from_plain, to_plain
@@ -36,10 +37,13 @@ EXTRA = ("input_scale",)
 
 
 class Saved(NamedTuple):
-    """A file's content: tensors by name (names that share one have the same object), formats of layers by path."""
+    """A file's content: tensors by name (names that share one have the same object), formats of layers by path, and of
+    the key-value cache, or None.
+    """
 
     tensors: dict[str, Tensor]
     formats: dict[str, str]
+    kv_cache: str | None = None
 
 
 def safetensors() -> Any:
@@ -51,7 +55,9 @@ def safetensors() -> Any:
     return safetensors
 
 
-def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: QuantizeReport) -> None:
+def write(
+    path: Path, model: nn.Module, formats: Mapping[str, str], report: QuantizeReport, kv_cache: str | None = None
+) -> None:
     """Write a model's state; `Quantized.save` documents the errors."""
     module = safetensors()
     state = model.state_dict(keep_vars=True)
@@ -70,6 +76,7 @@ def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: Quan
         "wavecrest": __version__,
         "layers": dict(formats),
         "shared": shared,
+        "kv_cache": kv_cache,
         "report": report.to_dict(),
     }
     tensors = {name: _own(value.cpu().contiguous()) for name, value in plain.items()}
@@ -119,6 +126,10 @@ def read(path: Path) -> Saved:
         raise CheckpointError(f"{shown} has a damaged header: {error}") from error
     if version != VERSION:
         raise CheckpointError(f"{shown} has version {version}, this package reads {VERSION}; update it")
+    # files of earlier versions have no such entry
+    kv_cache = about.get("kv_cache")
+    if kv_cache is not None and kv_cache not in CACHES:
+        raise CheckpointError(f"{shown} has a key-value cache of unknown format: {named([str(kv_cache)])}")
     unknown = [f"{path} {name}" for path, name in formats.items() if name not in SCHEMES]
     if unknown:
         raise CheckpointError(f"{shown} has layers of unknown formats: {named(unknown)}")
@@ -127,7 +138,7 @@ def read(path: Path) -> Saved:
         tensors |= {name: tensors[owner] for name, owner in shared.items()}
     except (InvalidArgument, KeyError) as error:
         raise CheckpointError(f"{shown} is damaged: {error}") from error
-    return Saved(tensors, formats)
+    return Saved(tensors, formats, kv_cache)
 
 
 def place(model: nn.Module, saved: Saved, what: str, device: torch.device | str | None) -> Changes:

@@ -9,8 +9,7 @@ from wavecrest.ops._flash_decoding.call import FOUR_BITS, FlashDecodingCall
 from wavecrest.ops._rope.call import RopeCall
 from wavecrest.ops._rope.reference import reference as _rope
 from wavecrest.ops.common.checks import widen
-from wavecrest.ops.common.quantized import LARGEST
-from wavecrest.ops.packed.cache import dequantize, quantize_cache
+from wavecrest.ops.packed.cache import dequantize, quantize_cache, quantize_cache_8bit, round_to
 
 # integers as wide as an element of a cache: what is moved keeps its bits, and PyTorch has no `where` of 8-bit floats
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -133,21 +132,12 @@ def _write(
         _place(scale, scales, owners)
         _place(shift, shifts, owners)
     elif call.by_token:
-        wide = widen(x)
-        scales = (wide.abs().amax(-1, keepdim=True) / LARGEST[cache.dtype]).to(scale.dtype)
-        _place(cache, _eight_bits(wide / scales.to(wide.dtype).where(scales != 0, 1.0), cache.dtype), owners)
+        quantized, scales = quantize_cache_8bit(x, cache.dtype, dtype=scale.dtype)
+        _place(cache, quantized, owners)
         _place(scale, scales, owners)
     else:
         wide = widen(x)
-        _place(cache, _eight_bits(wide / scale.reshape(-1, 1).to(wide.dtype), cache.dtype), owners)
-
-
-def _eight_bits(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to nearest even within the type; NaN stays one, and is 0 in int8."""
-    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
-    if dtype == torch.int8:
-        scaled = scaled.round().nan_to_num(0.0)
-    return scaled.float().to(dtype)
+        _place(cache, round_to(wide / scale.reshape(-1, 1).to(wide.dtype), cache.dtype), owners)
 
 
 def _place(cache: Tensor, rows: Tensor, owners: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Packed weights: a weight [N, K] as a kernel reads it, with its format, scales and zero points."""
 
-from wavecrest.ops.packed.cache import quantize_cache
+from wavecrest.ops.packed.cache import quantize_cache, quantize_cache_8bit
 from wavecrest.ops.packed.weight import (
     PackedWeight,
     from_plain,
@@ -11,5 +11,12 @@ from wavecrest.ops.packed.weight import (
 )
 
 __all__ = [
-    "PackedWeight", "from_plain", "mxfp4_of_pairs", "pack", "quantize_cache", "refuse_other_formats", "to_plain",
-]  # fmt: skip
+    "PackedWeight",
+    "from_plain",
+    "mxfp4_of_pairs",
+    "pack",
+    "quantize_cache",
+    "quantize_cache_8bit",
+    "refuse_other_formats",
+    "to_plain",
+]

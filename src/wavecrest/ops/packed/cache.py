@@ -1,4 +1,4 @@
-"""Caches in 4 bits: two quantized values a byte, scales and shifts of groups of head_dim."""
+"""Caches in 8 bits, with a scale a row, and in 4: two quantized values a byte, scales and shifts of groups."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.ops.common import quantized as _quantized
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # groups of a row that may have a scale and a shift each
@@ -55,6 +56,44 @@ def quantize_cache(x: Tensor, groups: int = 1, *, dtype: torch.dtype = torch.flo
     values = steps.nan_to_num(0.0).round().clamp(0, LARGEST).to(torch.uint8)
     low, high = values.chunk(2, dim=-1)
     return (low | high << 4).flatten(-2).contiguous(), scale.squeeze(-1), shift.squeeze(-1)
+
+
+def quantize_cache_8bit(x: Tensor, to: torch.dtype, *, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    """Keys or values in 8 bits with a scale for each row, as `flash_decoding` reads and writes them: quantized · scale.
+
+    The scale is a row's largest magnitude / the type's largest value, rounded to `dtype`; values are divided by the
+    rounded one, rounded to nearest even, within ± the type's largest value; NaN is 0 in int8. A row with a scale that
+    `dtype` rounds to 0 comes back as 0.
+
+    Args:
+        x: [..., D], float32, float16, bfloat16 or float64.
+        to: int8 or an 8-bit float.
+        dtype: of the scales: float16, bfloat16 or float32.
+
+    Returns:
+        Quantized values [..., D] and scales [..., 1].
+
+    Raises:
+        InvalidArgument: a shape or dtype is outside this.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.ndim == 0 or x.shape[-1] == 0:
+        raise InvalidArgument(f"quantize_cache_8bit: x must be a floating-point tensor [..., D], got {x!r}")
+    if to not in _quantized.LARGEST or dtype not in SCALE_DTYPES:
+        raise InvalidArgument(
+            f"quantize_cache_8bit: rounds to one of {list(_quantized.LARGEST)} with scales of {list(SCALE_DTYPES)}, "
+            f"got {to!r} and {dtype!r}"
+        )
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    scale = (wide.abs().amax(-1, keepdim=True) / _quantized.LARGEST[to]).to(dtype)
+    return round_to(wide / scale.to(wide.dtype).where(scale != 0, 1.0), to), scale
+
+
+def round_to(scaled: Tensor, to: torch.dtype) -> Tensor:
+    """Values rounded to nearest even within an 8-bit type; NaN stays one, and is 0 in int8."""
+    scaled = scaled.clamp(-_quantized.LARGEST[to], _quantized.LARGEST[to])
+    if to == torch.int8:
+        scaled = scaled.round().nan_to_num(0.0)
+    return scaled.float().to(to)
 
 
 def dequantize(quantized: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

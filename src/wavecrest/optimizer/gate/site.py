@@ -398,7 +398,7 @@ class Site:
                 values, expected = after[right.places], case.right[path]
                 after[right.places] = whole.reshape(-1)[right.places]
                 # beside the places that the original writes only what rounding explains may differ
-                scale = float(right.values.abs().max()) if accuracy.is_float(right.values) else 0.0
+                scale = float(_wide(right.values).abs().max()) if accuracy.is_float(right.values) else 0.0
                 if not _near(after, whole.reshape(-1), floor.relative * scale):
                     count = int((after != whole.reshape(-1)).sum())
                     raise RuleBroken(
@@ -413,7 +413,13 @@ class Site:
 def _near(a: Tensor, b: Tensor, limit: float) -> bool:
     if limit == 0 or not accuracy.is_float(a):
         return same_bits(a, b)
+    a, b = _wide(a), _wide(b)
     return numerics.compare(a, b).nonfinite_match and float((a - b).abs().nan_to_num().max()) <= limit
+
+
+def _wide(a: Tensor) -> Tensor:
+    """An 8-bit float in float32: PyTorch has hardly an operation of these."""
+    return a.float() if a.is_floating_point() and a.element_size() == 1 else a
 
 
 def _slim(leaf: Leaf) -> Leaf:
