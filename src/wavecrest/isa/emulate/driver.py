@@ -20,7 +20,7 @@ from wavecrest.errors import (
     OutOfBounds,
     Unsupported,
 )
-from wavecrest.isa.emulate import checkout, decode, machine, program
+from wavecrest.isa.emulate import decode, machine, opcodes, program
 from wavecrest.isa.emulate.memory import Guard
 from wavecrest.isa.emulate.program import Program, Stats
 from wavecrest.isa.emulate.uninitialised import Uninitialised
@@ -262,7 +262,7 @@ def check_available() -> None:
             "TRITON_INTERPRET=1 is set: kernels are defined for Triton's interpreter and cannot be compiled for a GPU; "
             "unset it"
         )
-    checkout.load()
+    opcodes.tables("cdna")
     machine.load()
 
 

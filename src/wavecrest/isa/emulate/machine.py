@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,6 +25,8 @@ from wavecrest import env
 from wavecrest.errors import EnvironmentProblem, MissingDependency
 from wavecrest.isa.emulate import effects
 
+# before each function of an opcode
+PRELUDE = ("wave.h", "operands.h")
 SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "banks.h", "machine.c")
 
 # return values of `run`
@@ -68,6 +70,13 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     ),
     # op: 0 read, 1 write, 2 read the first active lane
     "lane": ("wave", "op", "vdst", "src0", "src1", "literal"),
+    # write: to an accumulation register
+    "accumulator": ("write", "vdst", "src", "literal"),
+    # global, flat and scratch; soffset: an SGPR that is added to the address, saddr: a pair, or -1 for none
+    "flat": (
+        *("wave", "store", "bytes", "sign", "high", "d16", "vaddr", "saddr", "offset", "data", "acc", "scratch"),
+    ),
+    "scalar": ("store", "buffer", "bytes", "sign", "sbase", "soffset", "offset", "sdata"),
     "dual": ("opx", "opy", "srcx0", "vsrcx1", "vdstx", "srcy0", "vsrcy1", "vdsty", "literal"),
     # scale: -1 for none
     "convert_small": (
@@ -76,17 +85,45 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     ),
     # operand: the SGPR, or -1 for the literal
     "hwreg": ("set", "operand", "simm", "literal"),
-    # control: -1 dpp8, -2 fill the spare register with src0, -3 only run the plain form
+    # control: -1 dpp8
     "dpp": (
         *("wave", "control", "row_mask", "bank_mask", "bound_ctrl", "fetch_inactive", "src0", "spare", "abs", "neg"),
-        *("sign", "plain_low", "plain_high", "sel8"),
+        *("sign", "sel8"),
     ),
     # target: the SGPR pair to jump to, or -1 to go on
     "getpc": ("sdst", "target"),
     "setpc": ("ssrc",),
+    "end": (),
+}
+# the operands of an opcode's function, all int32: name -> how many; machine/operands.h says what they mean
+OPERANDS = {
+    **{"source": 3, "part": 3, "keep": 3, "flip": 3, "flip_low": 3, "sign_extend": 1, "literal": 1, "target": 1},
+    **{"target_part": 1, "unused": 1, "mask": 1, "mask_target": 1, "select": 1, "select_high": 1, "multiply": 1},
+    "clamp": 1,
 }
 MAX_FIELDS = 19
 _NUMBER = {name: number for number, name in enumerate(ACTIONS, start=1)}
+
+
+class Operands(ctypes.Structure):
+    """The operands of an opcode's function (OPERANDS)."""
+
+    _fields_ = tuple((name, ctypes.c_int32 * count if count > 1 else ctypes.c_int32) for name, count in OPERANDS.items())
+
+    def set(self, values: Mapping[str, int | Sequence[int]]) -> None:
+        """Take every field, as 32 signed or unsigned bits."""
+        for name, count in OPERANDS.items():
+            value = values[name]
+            if isinstance(value, int):
+                setattr(self, name, _signed(value))
+                continue
+            field = getattr(self, name)
+            for index in range(count):
+                field[index] = _signed(value[index])
+
+
+def _signed(value: int) -> int:
+    return ctypes.c_int32(value & 0xFFFFFFFF).value
 
 
 class Entry(ctypes.Structure):
@@ -94,11 +131,12 @@ class Entry(ctypes.Structure):
 
     _fields_ = (
         ("opcode", ctypes.c_void_p),
-        ("arguments", ctypes.c_ubyte * 6),
+        ("jumps", ctypes.c_ubyte),
         ("stops", ctypes.c_ubyte),
         ("size", ctypes.c_ubyte),
         ("action", ctypes.c_int32),
         ("fields", ctypes.c_int32 * MAX_FIELDS),
+        ("operands", Operands),
     )
 
     def set_action(self, name: str, values: dict[str, int]) -> None:
@@ -108,7 +146,7 @@ class Entry(ctypes.Structure):
             raise TypeError(f"{name} takes {names}, got {sorted(values)}")
         self.action = _NUMBER[name]
         for index, field in enumerate(names):
-            self.fields[index] = ctypes.c_int32(int(values[field]) & 0xFFFFFFFF).value
+            self.fields[index] = _signed(values[field])
 
 
 class Facts(ctypes.Structure):
@@ -121,7 +159,7 @@ class Facts(ctypes.Structure):
         for name, numbers in values.items():
             field = getattr(self, name)
             for index, number in enumerate(numbers):
-                field[index] = ctypes.c_int32(number & 0xFFFFFFFF).value
+                field[index] = _signed(number)
 
 
 def _enum(prefix: str, names: Sequence[str], first: int = 1) -> str:
@@ -135,8 +173,9 @@ def _declarations() -> str:
         struct = "".join(part.capitalize() for part in name.split("_"))
         if fields:
             lines.append(f"typedef struct {{ i32 {', '.join(fields)}; }} {struct};")
-    facts = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, (count, _) in effects.FIELDS.items())
-    lines.append(f"typedef struct {{ i32 {facts}; }} Facts;")
+    for struct, counts in (("Operands", OPERANDS), ("Facts", {name: count for name, (count, _) in effects.FIELDS.items()})):
+        members = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, count in counts.items())
+        lines.append(f"typedef struct {{ i32 {members}; }} {struct};")
     lines += [_enum("ACTION", tuple(ACTIONS)), _enum("FLOW", effects.FLOWS), _enum("ACCESS", effects.ACCESSES)]
     lines += [_enum("BRANCH", effects.BRANCHES), _enum("BITS", effects.BITS, 0)]
     numbers = ("PAIRS_MOVE", "PAIRS_CARRY", "SCC_READ", "SCC_WRITTEN", "COUNTS_VM", "COUNTS_LDS", "COUNTS_SCALAR")
@@ -144,11 +183,10 @@ def _declarations() -> str:
     return "\n".join(lines) + "\n"
 
 
-def source() -> str:
-    """The whole C program."""
+def source(names: Sequence[str] = SOURCES) -> str:
+    """The whole C program, or what comes before the functions of opcodes."""
     folder = resources.files(__package__).joinpath("machine")
-    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES]
-    return "\n".join([_declarations(), *parts])
+    return "\n".join([_declarations(), *(folder.joinpath(name).read_text(encoding="utf-8") for name in names)])
 
 
 def compiler() -> str:
@@ -177,23 +215,37 @@ def _compile(command: list[str], text: str, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _command(*options: str) -> list[str]:
+    """The call of the compiler, without its input.
+
+    Raises:
+        EnvironmentProblem: not Linux on x86-64, or no compiler.
+    """
+    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
+        raise EnvironmentProblem(
+            f"the emulator runs on Linux on x86-64 processors; this is {sys.platform} on {platform.machine()}"
+        )
+    return [*compiler().split(), "-shared", "-fPIC", *options, "-march=native", "-std=gnu11", "-x", "c", "-"]
+
+
+def _key(text: str, command: list[str]) -> str:
+    # the compiler's own macros name its version and what the processor can do: a home folder may serve several machines
+    macros = subprocess.run([*command[:-1], "-dM", "-E", os.devnull], capture_output=True, text=True).stdout
+    return hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
+
+
+def _folder() -> Path:
+    return Path(platformdirs.user_cache_path("wavecrest")) / "emulate"
+
+
 def build() -> Path:
     """The compiled machine, from the cache folder or made now.
 
     Raises:
         EnvironmentProblem: not Linux on x86-64, no compiler, or the folder cannot be written.
     """
-    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
-        raise EnvironmentProblem(
-            f"the emulator runs on Linux on x86-64 processors; this is {sys.platform} on {platform.machine()}"
-        )
-    command = [*compiler().split(), "-shared", "-fPIC", "-O3", "-march=native", "-std=gnu11", "-x", "c", "-"]
-    # the compiler's own macros name its version and what the processor can do: a home folder may serve several machines
-    macros = subprocess.run([*command[:-1], "-dM", "-E", os.devnull], capture_output=True, text=True).stdout
-    text = source()
-    key = hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
-    folder = Path(platformdirs.user_cache_path("wavecrest")) / "emulate"
-    path = folder / f"machine-{key}.so"
+    command, text, folder = _command("-O3"), source(), _folder()
+    path = folder / f"machine-{_key(text, command)}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -201,6 +253,46 @@ def build() -> Path:
     except OSError as error:
         raise EnvironmentProblem(f"cannot keep the compiled emulator in {folder}: {error}") from error
     return path
+
+
+@cache
+def _opcodes() -> tuple[list[str], str, Path]:
+    """The call of the compiler for opcodes, what comes before them, and the folder that keeps them."""
+    # each operation rounds by itself, as the hardware's do; no float is trapped on
+    command = _command("-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+    text = source(PRELUDE)
+    return command, text, _folder() / f"opcodes-{_key(text, command)}"
+
+
+def build_opcodes(functions: Mapping[str, str]) -> dict[Path, list[str]]:
+    """Compile functions, those that the cache folder lacks in one call of the compiler.
+
+    Args:
+        functions: C text by symbol. A symbol stands for its text: it is found again by its name alone.
+
+    Returns:
+        The symbols by the library that has them.
+
+    Raises:
+        EnvironmentProblem: as for `build`.
+    """
+    command, before, folder = _opcodes()
+    found: dict[Path, list[str]] = {}
+    missing = sorted(symbol for symbol in functions if not (folder / f"{symbol}.so").exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if missing:
+            library = folder / f"library-{hashlib.sha256(' '.join(missing).encode()).hexdigest()[:16]}.so"
+            _compile([*command, "-lm"], "\n".join([before, *(functions[symbol] for symbol in missing)]), library)
+            for symbol in missing:
+                link = folder / f".{symbol}.{os.getpid()}"
+                link.symlink_to(library.name)
+                link.replace(folder / f"{symbol}.so")
+        for symbol in functions:
+            found.setdefault((folder / f"{symbol}.so").resolve(), []).append(symbol)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot keep compiled opcodes in {folder}: {error}") from error
+    return found
 
 
 @cache
