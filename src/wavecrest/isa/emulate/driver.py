@@ -252,8 +252,8 @@ def check_available() -> None:
     """Check that kernels can be emulated in this process.
 
     Raises:
-        MissingDependency: no Triton, no checkout of tinygrad, or no clang; the message says how to get it.
-        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or the checkout does not fit.
+        MissingDependency: no Triton, no tinygrad, or no C compiler; the message says how to get it.
+        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or tinygrad's version does not fit.
     """
     if _triton.unavailable is not None:
         raise MissingDependency("triton", "the emulator", "pip install triton")

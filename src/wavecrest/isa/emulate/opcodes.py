@@ -64,7 +64,7 @@ _CORRECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (r"V_DIV_SCALE_F(32|64)", ((r"^VCC = 0x0LL;?", "VCC.u64[laneId] = 1'0U;\nD0.f{0} = S0.f{0};"),)),
 )  # fmt: skip
 
-_KINDS = {"F16": "HALF", "PK2_F16": "HALF", "PK_F16": "HALF", "BF16": "HALF"}
+_KINDS = dict.fromkeys(("F16", "PK2_F16", "PK_F16", "BF16", "I16", "U16", "B16"), "HALF")
 _PAIRS = {"F64": "DOUBLE", "I64": "SIGNED", "PK2_F32": "FLOATS"}
 _HALVES = re.compile(r"PK2_(?:F16|I16|U16|B16|BF16)|PK_(?:F16|I16|U16)")
 _MODIFY = {"F16": "half", "F32": "float", "F64": "double", "PK2_F16": "halves", "PK2_F32": "floats", "PK_F16": "halves"}
@@ -201,15 +201,24 @@ _known: dict[Any, Opcode] = {}
 
 
 def opcode(inst: Any, family: str) -> Opcode:
-    """The function of an instruction's opcode.
+    """The function of an instruction's opcode; another one where integers are clamped.
 
     Raises:
         NotUnderstood: its pseudocode has no meaning here.
     """
-    key = family, inst.op, _encoding(inst)
+    scalar = _encoding(inst).startswith("SOP")
+    saturates = bool(getattr(inst, "clmp", 0)) and not scalar and "F" not in _result(inst)
+    key = family, inst.op, _encoding(inst), saturates
     if key not in _known:
-        _known[key] = _scalar(inst, tables(family)) if _encoding(inst).startswith("SOP") else _vector(inst, tables(family))
+        table = tables(family)
+        _known[key] = _scalar(inst, table) if scalar else _vector(inst, table, saturates)
     return _known[key]
+
+
+def _result(inst: Any) -> str:
+    """The type of a vector instruction's result, as the operand table has it; nothing for a comparison."""
+    found = inst.operands.get("vdst")
+    return "" if found is None or inst.op.name.startswith("V_CMP") else str(found[0].name.removeprefix("FMT_NUM_"))
 
 
 def _finished(writer: Writer, frame: str, **values: Any) -> Opcode:
@@ -275,8 +284,10 @@ def _scalar(inst: Any, table: Tables) -> Opcode:
     )  # fmt: skip
 
 
-def _vector(inst: Any, table: Tables) -> Opcode:
+def _vector(inst: Any, table: Tables, saturates: bool) -> Opcode:
     encoding, opcode_name, text = _encoding(inst), inst.op.name, _text(inst, table)
+    if saturates and re.search(r"[?&|^~]|<<|>>|VCC|\bfor\b|64", re.sub(r"//.*", "", text)):
+        raise NotUnderstood("a clamped result that is no float, and not of addition and multiplication")
     if not encoding.startswith("VOP"):
         raise NotUnderstood(f"the encoding {encoding}")
     sources = _sources(inst)
@@ -287,8 +298,7 @@ def _vector(inst: Any, table: Tables) -> Opcode:
         raise NotUnderstood("operands of more than 64 bits")
     result = inst.operands.get("vdst")
     compares = opcode_name.startswith("V_CMP")
-    bits = 0 if compares or result is None else result[1]
-    fmt = "" if compares or result is None else result[0].name.removeprefix("FMT_NUM_")
+    bits, fmt = 0 if compares or result is None else result[1], _result(inst)
     if bits > 64:
         raise NotUnderstood("a result of more than 64 bits")
     if re.search(r"\bVGPR\b|\bMEM\b|\bSGPR\b", text):
@@ -306,7 +316,7 @@ def _vector(inst: Any, table: Tables) -> Opcode:
     }
     if bits:
         variables["D0"] = variables["D"] = Variable("D0", Type("b", max(bits, 32)), raw=True)
-    writer = Writer(variables, lambda called: _other(table, called))
+    writer = Writer(variables, lambda called: _other(table, called), saturates=saturates)
     writer.program(text)
     written = writer.written
     masks = [one for one in ("D0" if compares else "VCC", "EXEC") if Type("u", 1) in written.get(one, ())]
@@ -412,12 +422,6 @@ def operands(inst: Any, raw: bytes, what: Opcode, arch: str) -> dict[str, int | 
         _set_half(values, fields, inst, encoding, cdna)
     if sdwa and "dst_sel" in fields:
         values["target_part"], values["unused"] = fields["dst_sel"], fields["dst_unused"]
-    if (values["clamp"] or values["multiply"]) and what.result not in ("half", *_MODIFY):
-        if values["clamp"]:
-            raise NotUnderstood("a clamped result that is no float")
-        values["multiply"] = 0
-    if values["clamp"] and what.result == "half" and "F16" not in inst.op.name:
-        raise NotUnderstood("a clamped result that is no float")
     return values
 
 

@@ -293,6 +293,8 @@ class Variable:
     raw: bool = False
 
 
+# a result of integer arithmetic that may be outside of its type, where results saturate
+_EXACT = Type("i", 64)
 # names with a value of their own: C text and type
 _CONSTANTS = {
     "PI": Value("3.14159265358979323846", F64),
@@ -317,11 +319,13 @@ class Writer:
         variables: what the pseudocode may name: sources, results, state.
         opcode: gives the pseudocode of another opcode by the name it is called by, and its parameters' types.
         lane: True for a vector instruction, whose masks have a bit per lane.
+        saturates: results of integer arithmetic stop at the ends of their type: the clamp modifier of integers.
     """
 
     variables: dict[str, Variable]
     opcode: Callable[[str], str | None] = lambda _name: None
     lane: bool = True
+    saturates: bool = False
     lines: list[str] = field(default_factory=list)
     declared: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, tuple[list[str], list[Node]]] = field(default_factory=dict)
@@ -623,6 +627,9 @@ class Writer:
 
     def _get_slice(self, base: Node, high: Node, low: Node) -> Value:
         value = self.value(base)
+        if base[0] == "suffix" and base[1][0] == "name" and (register := self.find(base[1][1])) and register.raw:
+            # the suffix says what the bits mean, and not how many there are: S0.u32[63 : 32]
+            value = Value(register.c, Type("u" if value.type.kind == "u" else "b", register.type.bits))
         at, width, reverse = self.span(("slice", base, high, low))
         bits = self.bits(value)
         if reverse:
@@ -705,6 +712,8 @@ class Writer:
             return self.rounded(f"({x} {operator} {y})", kind)
         if operator == "/":
             raise NotUnderstood("division of integers")
+        if self.saturates and kind.bits <= 32:
+            return Value(f"((i64){a.c} {operator} (i64){b.c})", _EXACT)
         # signed overflow wraps
         unsigned = kind.c.replace("i", "u")
         return Value(f"({kind.c})(({unsigned}){x} {operator} ({unsigned}){y})", _wide(kind))
@@ -766,6 +775,9 @@ class Writer:
         have = value.type
         if have == kind:
             return value.c
+        if self.saturates and have == _EXACT and kind.bits <= 32 and kind.kind in "ui":
+            low = -(1 << kind.bits - 1) if kind.kind == "i" else 0
+            return f"({kind.c})saturated({value.c}, {low}ll, {low + (1 << kind.bits) - 1}ll)"
         if have.kind == "b" and kind.is_float:
             return self.reinterpreted(value, kind).c
         if have == F64 and kind == F16:

@@ -123,6 +123,8 @@ static inline i32 right_i32(i32 x, u32 n) { return x >> (n < 32 ? n : 31); }
 static inline u64 right_u64(u64 x, u32 n) { return n < 64 ? x >> n : 0; }
 static inline i64 right_i64(i64 x, u32 n) { return x >> (n < 64 ? n : 63); }
 
+static inline i64 saturated(i64 x, i64 low, i64 high) { return x < low ? low : x > high ? high : x; }
+
 /* The low n bits as a signed number. */
 static inline i32 sign_from_bit_i32(i32 x, u32 n) { return n >= 32 ? x : n ? (i32)((u32)x << (32 - n)) >> (32 - n) : 0; }
 static inline i64 sign_from_bit_i64(i64 x, u32 n) { return n >= 64 ? x : n ? (i64)((u64)x << (64 - n)) >> (64 - n) : 0; }
