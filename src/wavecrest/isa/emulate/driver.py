@@ -253,7 +253,7 @@ def check_available() -> None:
 
     Raises:
         MissingDependency: no Triton, no tinygrad, or no C compiler; the message says how to get it.
-        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or tinygrad's version does not fit.
+        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or tinygrad does not fit.
     """
     if _triton.unavailable is not None:
         raise MissingDependency("triton", "the emulator", "pip install triton")

@@ -73,9 +73,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     # write: to an accumulation register
     "accumulator": ("write", "vdst", "src", "literal"),
     # global, flat and scratch; soffset: an SGPR that is added to the address, saddr: a pair, or -1 for none
-    "flat": (
-        *("wave", "store", "bytes", "sign", "high", "d16", "vaddr", "saddr", "offset", "data", "acc", "scratch"),
-    ),
+    "flat": (*("wave", "store", "bytes", "sign", "high", "d16", "vaddr", "saddr", "offset", "data", "acc", "scratch"),),
     "scalar": ("store", "buffer", "bytes", "sign", "sbase", "soffset", "offset", "sdata"),
     "dual": ("opx", "opy", "srcx0", "vsrcx1", "vdstx", "srcy0", "vsrcy1", "vdsty", "literal"),
     # scale: -1 for none
@@ -97,8 +95,21 @@ ACTIONS: dict[str, tuple[str, ...]] = {
 }
 # the operands of an opcode's function, all int32: name -> how many; machine/operands.h says what they mean
 OPERANDS = {
-    **{"source": 3, "part": 3, "keep": 3, "flip": 3, "flip_low": 3, "sign_extend": 1, "literal": 1, "target": 1},
-    **{"target_part": 1, "unused": 1, "mask": 1, "mask_target": 1, "select": 1, "select_high": 1, "multiply": 1},
+    "source": 3,
+    "part": 3,
+    "keep": 3,
+    "flip": 3,
+    "flip_low": 3,
+    "sign_extend": 1,
+    "literal": 1,
+    "target": 1,
+    "target_part": 1,
+    "unused": 1,
+    "mask": 1,
+    "mask_target": 1,
+    "select": 1,
+    "select_high": 1,
+    "multiply": 1,
     "clamp": 1,
 }
 MAX_FIELDS = 19
@@ -108,7 +119,9 @@ _NUMBER = {name: number for number, name in enumerate(ACTIONS, start=1)}
 class Operands(ctypes.Structure):
     """The operands of an opcode's function (OPERANDS)."""
 
-    _fields_ = tuple((name, ctypes.c_int32 * count if count > 1 else ctypes.c_int32) for name, count in OPERANDS.items())
+    _fields_ = tuple(
+        (name, ctypes.c_int32 * count if count > 1 else ctypes.c_int32) for name, count in OPERANDS.items()
+    )
 
     def set(self, values: Mapping[str, int | Sequence[int]]) -> None:
         """Take every field, as 32 signed or unsigned bits."""
@@ -173,7 +186,10 @@ def _declarations() -> str:
         struct = "".join(part.capitalize() for part in name.split("_"))
         if fields:
             lines.append(f"typedef struct {{ i32 {', '.join(fields)}; }} {struct};")
-    for struct, counts in (("Operands", OPERANDS), ("Facts", {name: count for name, (count, _) in effects.FIELDS.items()})):
+    for struct, counts in (
+        ("Operands", OPERANDS),
+        ("Facts", {name: count for name, (count, _) in effects.FIELDS.items()}),
+    ):
         members = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, count in counts.items())
         lines.append(f"typedef struct {{ i32 {members}; }} {struct};")
     lines += [_enum("ACTION", tuple(ACTIONS)), _enum("FLOW", effects.FLOWS), _enum("ACCESS", effects.ACCESSES)]

@@ -18,7 +18,8 @@ from typing import Any
 
 from wavecrest.errors import EnvironmentProblem, MissingDependency
 from wavecrest.isa.emulate import machine
-from wavecrest.isa.emulate.pseudocode import NotUnderstood, Type, Variable, Writer
+from wavecrest.isa.emulate.grammar import NotUnderstood, Type
+from wavecrest.isa.emulate.pseudocode import Variable, Writer
 
 # the newest version that the tests were run with
 TESTED = "0.14.0"
@@ -262,11 +263,15 @@ def _scalar(inst: Any, table: Tables) -> Opcode:
     for i, one in enumerate(sources):
         c = "u64" if one.bits == 64 else "u32"
         lines.append(f"{c} S{i} = ({c})scalar_source(w, o, {i}, {one.kind}, N);")
-    lines.append("u32 D0 = w->s[o->target];" if bits <= 32 else "u64 D0 = w->s[o->target] | (u64)w->s[o->target + 1] << 32;")
+    lines.append(
+        "u32 D0 = w->s[o->target];" if bits <= 32 else "u64 D0 = w->s[o->target] | (u64)w->s[o->target + 1] << 32;"
+    )
     lines.append("{")
     lines += writer.lines
     lines.append("}")
-    written = set(writer.written) | {name for name in ("SCC", "PC") if re.search(rf"\b{name}\b\s*[-+]?=[^=]", _text(inst, table))}
+    written = set(writer.written) | {
+        name for name in ("SCC", "PC") if re.search(rf"\b{name}\b\s*[-+]?=[^=]", _text(inst, table))
+    }
     if "EXEC" in written:
         lines.append("store_mask(w, EXEC, exec, N, -1);")
     if "VCC" in written:
@@ -291,7 +296,9 @@ def _vector(inst: Any, table: Tables, saturates: bool) -> Opcode:
     if not encoding.startswith("VOP"):
         raise NotUnderstood(f"the encoding {encoding}")
     sources = _sources(inst)
-    if encoding == "VOP3" and opcode_name.startswith("V_CNDMASK") or encoding == "VOP3SD" and "VCC.u64[laneId]." in text:
+    if (encoding == "VOP3" and opcode_name.startswith("V_CNDMASK")) or (
+        encoding == "VOP3SD" and "VCC.u64[laneId]." in text
+    ):
         # the mask is not one of the values
         sources = sources[:2]
     if any(one.bits > 64 for one in sources):
@@ -382,9 +389,7 @@ def operands(inst: Any, raw: bytes, what: Opcode, arch: str) -> dict[str, int | 
         NotUnderstood: a modifier that this opcode has no meaning for here.
     """
     word = int.from_bytes(raw[: inst.size()], "little")
-    fields = {
-        name: word >> int(one.lo) & (1 << int(one.hi) - int(one.lo) + 1) - 1 for name, one in type(inst)._fields
-    }
+    fields = {name: word >> int(one.lo) & (1 << int(one.hi) - int(one.lo) + 1) - 1 for name, one in type(inst)._fields}
     encoding, cdna = _encoding(inst), arch.startswith("gfx9")
     values: dict[str, Any] = {
         "source": [0, 0, 0], "part": [_WHOLE] * 3, "keep": [0xFFFFFFFF] * 3, "flip": [0] * 3, "flip_low": [0] * 3,

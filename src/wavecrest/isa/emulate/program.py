@@ -1,7 +1,8 @@
 """A kernel's machine code with its table of decoded instructions, and its launch over a grid of workgroups.
 
 The waves of a workgroup run one after the other, each until a barrier or its end. Instructions are decoded when a wave
-first meets them; the opcodes of the whole code are compiled together before the first one. The run loop is C (`machine/`), outside the GIL, so that several workers help.
+first meets them; the opcodes of the whole code are compiled together before the first one. The run loop is C
+(`machine/`), outside the GIL, so that several workers help.
 """
 
 from __future__ import annotations

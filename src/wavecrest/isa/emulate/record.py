@@ -74,7 +74,7 @@ class EmulationRecord(files.Model):
     format_version: int = FORMAT_VERSION
     header: provenance.Header
     arch: str
-    # version of the package with AMD's pseudocode; before 2026-11-26 the commit of a checkout, whose emulator ran opcodes
+    # version of the package with AMD's pseudocode; in earlier records the commit of a checkout with an emulator
     tinygrad: str
     sources: dict[str, list[str]] = Field(default_factory=dict)
     checked: bool = False
