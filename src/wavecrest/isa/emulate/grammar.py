@@ -7,7 +7,7 @@ AMD describes each opcode in a small language: values of any width with a type a
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class NotUnderstood(Exception):
@@ -46,14 +46,23 @@ def suffix_type(text: str) -> Type | None:
 
 
 # expressions and statements: (what, parts…)
-Node = tuple  # type: ignore[type-arg]
+Node = tuple[Any, ...]
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<cast>\d+'(?:BF|[UIFB])\b)|(?P<sized>\d+'(?:0x[0-9a-fA-F]+|\d+\.\d+|\d+)U?)"
     r"|(?P<number>0x[0-9a-fA-F]+(?:U?LL|U)?|\d+\.\d+F?|\d+(?:ULL|LL|U)?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<op>\*\*|<<|>>|<=|>=|==|!=|<>|&&|\|\||\+=|-=|\|=|&=|\+:|[-+*/~!&|^<>=?:.,;()\[\]{}]))"
 )
-_LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=", "<>"), ("<", "<=", ">", ">="), ("<<", ">>"))
+_LEVELS: tuple[tuple[str, ...], ...] = (
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!=", "<>"),
+    ("<", "<=", ">", ">="),
+    ("<<", ">>"),
+)
 _LEVELS += (("+", "-"), ("*", "/"))
 _ENDS = ("endif", "else", "elsif", "endfor", "")
 
@@ -248,8 +257,7 @@ class Parser:
         kind, text = self.tokens[self.at]
         self.at += 1
         if kind == "cast":
-            value = self.arguments()
-            return ("cast", _cast_type(text), value[0])
+            return ("cast", _cast_type(text), self.arguments()[0])
         if kind == "number":
             return ("number", text)
         if kind == "sized":

@@ -410,7 +410,8 @@ def operands(inst: Any, raw: bytes, what: Opcode, arch: str) -> dict[str, int | 
         values["multiply"] = fields["abs"] = fields["neg"] = 0
     sdwa = "src0_sel" in fields
     for i, one in enumerate(what.sources):
-        field = "v" + one.field if "v" + one.field in fields else one.field
+        # RDNA's tables call operands of long forms by other names than their fields
+        field = next(name for name in (f"vsrc{one.field[-1]}", f"src{one.field[-1]}") if name in fields)
         code = fields[field]
         if field.startswith("v") and not (sdwa and fields.get(f"s{i}")):
             code += FIRST_VGPR

@@ -561,8 +561,8 @@ class Writer:
             bits = self.bits(value)
             if name == "cvtToQuietNAN":
                 return self.reinterpreted(Value(f"({bits.c} | {_quiet(value.type):#x})", bits.type), value.type)
-            function = {"isNAN": "is_nan", "isSignalNAN": "is_signaling", "isQuietNAN": "is_quiet"}[name]
-            return Value(f"{function}{value.type.bits}({bits.c})", U1)
+            test = {"isNAN": "is_nan", "isSignalNAN": "is_signaling", "isQuietNAN": "is_quiet"}[name]
+            return Value(f"{test}{value.type.bits}({bits.c})", U1)
         values = [self.value(argument) for argument in arguments]
         if (match := _CONVERT.match(name)) is not None and len(values) == 1:
             return self._conversion(values[0], match[1], match[2])
