@@ -183,6 +183,10 @@ def test_one_opcode_of_each_kind(cdna: Any) -> None:
     assert (m.v[14, 9], m.v[15, 9]) == (0, 16)
     m.run(cdna.v_mad_u64_u32(v[14:15], s[20:21], v[8], v[9], v[10:11]))
     assert (m.v[14, 9], m.v[15, 9], m.s[20]) == (0xFFFFFFFF, 1, 0)
+    # a range whose place the instruction chooses: the high register of src0, the low one of src1
+    m.v[10], m.v[11], m.v[12], m.v[13] = 1, 2, 3, 4
+    m.run(cdna.v_pk_mov_b32(v[14:15], v[10:11], v[12:13], opsel=1))
+    assert (m.v[14, 0], m.v[15, 0]) == (2, 3)
     # conversions: saturated, toward zero, to nearest even
     m.v[3] = f32(-3e9)
     m.run(cdna.v_cvt_i32_f32_e32(v[8], v[3]))
