@@ -20,6 +20,7 @@ import numpy as np
 from wavecrest.errors import EmulationError, OutOfBounds, Unsupported, UnsupportedInstruction
 from wavecrest.isa.emulate import decode, effects, machine, opcodes, watch
 from wavecrest.isa.emulate.code_object import CodeObject
+from wavecrest.isa.emulate.grammar import NotUnderstood
 
 WorkgroupId = tuple[int, int, int]
 
@@ -151,6 +152,10 @@ class _Group:
                 wave.state = 0 if wave.state == machine.BARRIER else machine.END
 
 
+# what tinygrad's decoder and this emulator raise for bytes that they have no instruction for
+_UNDECODED = (NotUnderstood, NotImplementedError, ValueError, KeyError, AttributeError, StopIteration, RuntimeError)
+
+
 class _Step(NamedTuple):
     """An instruction: an action of the C machine, the function of its opcode, or for DPP both."""
 
@@ -232,7 +237,7 @@ class Program:
                     step = self._step(raw)
                     found += [] if step.function is None else [step.function]
                     at += step.size
-                except Exception:
+                except _UNDECODED:
                     # data between functions, or an instruction that is an error where it is reached
                     at += 4
             opcodes.compile_all(found)
