@@ -362,12 +362,12 @@ def _vector(inst: Any, table: Tables, saturates: bool) -> Opcode:
     if swaps:
         lines.append("keep_active(w->v + (o->source[0] - FIRST_VGPR) * N, a0, exec, N);")
     none = 124 if table.family != "cdna" else -1
-    for one in masks:
-        if one == "EXEC":
+    for written_mask in masks:
+        if written_mask == "EXEC":
             lines.append("store_mask(w, EXEC, mask_of(EXEC_bits, N) & exec, N, -1);")
         else:
             # lanes that are not active get 0
-            lines.append(f"store_mask(w, o->mask_target, mask_of({one}_bits, N) & exec, N, {none});")
+            lines.append(f"store_mask(w, o->mask_target, mask_of({written_mask}_bits, N) & exec, N, {none});")
     halves = bits == 16 and not writer.sliced & {"D0"} and "OPSEL" not in text
     return _finished(
         writer, "\n".join(lines) + "\n", sources=sources, result="half" if halves else fmt, result_bits=bits,
