@@ -36,7 +36,7 @@ def test_the_grammar() -> None:
             ),
         )
     ]
-    # the last of a chain is the value, comments are none, and powers bind before products
+    # the last of a chain is the value, comments are left out, and powers bind before products
     (several,) = Parser("EXEC.u64[laneId] = D0.u64[laneId] = 1'1U; // D0 = VCC").program()
     assert [target[1][1][1] for target in several[1]] == ["EXEC", "D0"] and several[2] == ("sized", "1'1U")
     assert Parser("a = 2.0F ** 32 * b").program()[0][2][:3] == (
@@ -94,7 +94,7 @@ class Machine:
         inst = decode.decode(raw[:16], self.arch)
         what = opcodes.opcode(inst, "cdna")
         values = opcodes.operands(inst, raw, what, self.arch)
-        operands = machine.Operands()
+        operands = machine.FunctionOperands()
         operands.set(values)
         wave = (ctypes.c_uint64 * 7)(self.s.ctypes.data, self.v.ctypes.data)
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(opcodes.address(what))

@@ -116,7 +116,7 @@ MAX_FIELDS = 19
 _NUMBER = {name: number for number, name in enumerate(ACTIONS, start=1)}
 
 
-class Operands(ctypes.Structure):
+class FunctionOperands(ctypes.Structure):
     """The operands of an opcode's function (OPERANDS)."""
 
     _fields_ = tuple(
@@ -149,7 +149,7 @@ class Entry(ctypes.Structure):
         ("size", ctypes.c_ubyte),
         ("action", ctypes.c_int32),
         ("fields", ctypes.c_int32 * MAX_FIELDS),
-        ("operands", Operands),
+        ("operands", FunctionOperands),
     )
 
     def set_action(self, name: str, values: dict[str, int]) -> None:

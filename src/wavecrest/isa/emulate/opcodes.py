@@ -77,7 +77,7 @@ _GFX9_KEEPS = re.compile(
 
 @dataclass(frozen=True)
 class Tables:
-    """What tinygrad knows of an instruction set."""
+    """The tables of an instruction set, from tinygrad."""
 
     family: str
     pseudocode: dict[Any, str]

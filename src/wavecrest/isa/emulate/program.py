@@ -282,7 +282,7 @@ class Program:
                     self._set_facts(index)
 
     def _step(self, raw: bytes) -> _Step:
-        """What runs an instruction."""
+        """Decode an instruction and find the action or the function that runs it."""
         arch, inst = self.code.arch, decode.decode(raw, self.code.arch)
         name, size, code = opcodes.name(inst), inst.size(), raw
         action = None
