@@ -121,7 +121,7 @@ def _emulated(path: Path) -> Iterator[str]:
     versions = found.header.versions
     yield (
         f"**Emulated {found.arch}**, {found.header.created[:10]}: triton {versions.triton}, torch {versions.torch}, "
-        f"tinygrad {found.tinygrad[:7]}, `{found.header.command}`. Record: "
+        f"tinygrad {record.shown_tinygrad(found.tinygrad)}, `{found.header.command}`. Record: "
         f"[`{path.name}`](../evidence/emulated/{path.name}).\n"
     )
     yield "| op | cases | outcome | largest error | 8-bit values one step off | workgroups | wave instructions |"

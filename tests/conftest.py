@@ -58,12 +58,15 @@ settings.load_profile("wavecrest")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out tests marked slow")
+    parser.addoption("--every-emulated", action="store_true", help="tests/emulated in full (scripts/emulate)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if config.getoption("--quick") and item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.skip(reason="slow, and --quick was asked for"))
+        if not config.getoption("--every-emulated") and item.get_closest_marker("every_emulated") is not None:
+            item.add_marker(pytest.mark.skip(reason="takes minutes: scripts/emulate, or --every-emulated"))
         if not torch.cuda.is_available() and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs an AMD or NVIDIA GPU; torch sees none"))
 

@@ -53,10 +53,9 @@ def library(text: str, folder: str, name: str, needed_for: str, flags: Sequence[
         MissingDependency: no C compiler is installed.
         EnvironmentProblem: the program does not compile, or the folder cannot be written.
     """
-    command, macros = _accepted([*compiler(needed_for).split(), *SHARED], flags, needed_for)
-    key = hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
-    place = Path(platformdirs.user_cache_path("wavecrest")) / folder
-    path = place / f"{name}-{key}.so"
+    command, macros = _accepted(needed_for, flags)
+    place = cache_folder(folder)
+    path = place / f"{name}-{_key(text, command, macros)}.so"
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -69,9 +68,27 @@ def library(text: str, folder: str, name: str, needed_for: str, flags: Sequence[
     return path
 
 
-def _accepted(command: list[str], flags: Sequence[Sequence[str]], needed_for: str) -> tuple[list[str], str]:
+def cache_folder(name: str) -> Path:
+    """A folder of libraries below the user's cache folder, which need not exist."""
+    return Path(platformdirs.user_cache_path("wavecrest")) / name
+
+
+def key(text: str, needed_for: str, flags: Sequence[Sequence[str]]) -> str:
+    """The part of a library's name that is of the program, the flags, the compiler and the processor.
+
+    Args:
+        text, needed_for, flags: as for `library`, which raises the same.
+    """
+    return _key(text, *_accepted(needed_for, flags))
+
+
+def _key(text: str, command: Sequence[str], macros: str) -> str:
+    return hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
+
+
+def _accepted(needed_for: str, flags: Sequence[Sequence[str]]) -> tuple[list[str], str]:
     """The command with the first flags that the compiler takes, and its macros: versions and what the processor has."""
-    problem = ""
+    command, problem = [*compiler(needed_for).split(), *SHARED], ""
     for one in flags:
         done = _run([*command, *one, "-x", "c", "-dM", "-E", os.devnull], "", needed_for)
         if done.returncode == 0:

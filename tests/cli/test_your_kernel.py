@@ -18,7 +18,7 @@ from wavecrest import errors, records
 from wavecrest.backends import user
 from wavecrest.cli import main
 from wavecrest.dispatch import registry
-from wavecrest.isa.emulate import checkout
+from wavecrest.isa.emulate import machine, opcodes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "your_kernel.md"
@@ -64,7 +64,8 @@ def unavailable(block: Block) -> str:
         return "torch sees no GPU"
     if "emulated" in block.marks:
         try:
-            checkout.load()
+            opcodes.tables("cdna")
+            machine.load()
         except errors.EnvironmentProblem as problem:
             return str(problem)
     return ""

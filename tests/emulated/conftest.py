@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 def missing() -> str | None:
     """Why nothing can be emulated here, or None."""
     try:
-        from wavecrest.isa.emulate import checkout, machine
+        from wavecrest.isa.emulate import machine, opcodes
 
-        checkout.load()
+        opcodes.tables("cdna")
         machine.load()
     except EnvironmentProblem as problem:
         return str(problem)

@@ -1,8 +1,8 @@
 """Bugs planted in the machine code of a kernel, and what the watch says of each: JSON, {bug: message, "" if none}.
 
-`python -m tests.emulated.planted gfx942 [--each]`, without TRITON_INTERPRET. Softmax over four waves has what can go
-wrong: scalar and buffer loads, values that waves pass on through LDS, stores. Its assembly is edited and assembled
-again. With --each, every s_waitcnt and every s_barrier is taken out, one at a time.
+`python -m tests.emulated.planted gfx942 [--each | BUG …]`, without TRITON_INTERPRET. Softmax over four waves has what
+can go wrong: scalar and buffer loads, values that waves pass on through LDS, stores. Its assembly is edited and
+assembled again. With --each, every s_waitcnt and every s_barrier is taken out, one at a time.
 """
 
 from __future__ import annotations
@@ -147,10 +147,11 @@ def each(driver: EmulatedDriver) -> dict[str, str]:
 def main(arch: str, *options: str) -> None:
     torch.manual_seed(0)
     with emulated(arch, check=True) as driver:
-        if options:
+        if options == ("--each",):
             found_by_name = each(driver)
         else:
-            found_by_name = {name: message(driver, edit, x(), out()) for name, (edit, x, out) in BUGS.items()}
+            chosen = {name: BUGS[name] for name in options or BUGS}
+            found_by_name = {name: message(driver, edit, x(), out()) for name, (edit, x, out) in chosen.items()}
     json.dump(found_by_name, sys.stdout, indent=1)
 
 

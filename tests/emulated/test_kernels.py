@@ -16,7 +16,7 @@ Emulated = Callable[[str, str], Any]
 PAIRS = [(arch, name) for name in CASES for arch in ARCHS if ONLY.get(name, (arch,))[0] == arch]
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize(("arch", "name"), PAIRS)
 def test_kernel_matches_pytorch(emulated: Emulated, arch: str, name: str) -> None:
     row = emulated("kernels", arch)[name]
@@ -24,7 +24,7 @@ def test_kernel_matches_pytorch(emulated: Emulated, arch: str, name: str) -> Non
     assert row["error"] <= row["allowed"], row
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_matrix_unit_was_used(emulated: Emulated, arch: str) -> None:
     rows = emulated("kernels", arch)

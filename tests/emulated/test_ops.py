@@ -20,7 +20,7 @@ Child = Callable[..., "subprocess.CompletedProcess[str]"]
 pytest.importorskip("triton", reason="kernels are compiled by triton")
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize("op", op_names("all"))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_op_matches_its_oracle(emulated: Emulated, arch: str, op: str) -> None:
@@ -37,7 +37,7 @@ def test_op_matches_its_oracle(emulated: Emulated, arch: str, op: str) -> None:
     assert any(case["outcome"] == "ok" for case in mine), [case["reason"] for case in mine]
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_split_row_has_the_same_bits_whether_its_programs_wait_or_not(run_child: Child, arch: str) -> None:
     done = run_child("tests.emulated.exchange", arch)
@@ -79,7 +79,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 def test_a_script_a_test_file_and_what_goes_wrong(run_child: Child, script: str) -> None:
     program = script.replace("test_scale", "scale")
     good = run_child("wavecrest", "isa", "run", program, "--", "cpu", "2")
@@ -100,7 +100,7 @@ def test_a_script_a_test_file_and_what_goes_wrong(run_child: Child, script: str)
     assert nothing.returncode == 2 and "no tests collected" in nothing.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 def test_options_of_an_op(run_child: Child) -> None:
     name = op_names("all")[0]
     assert registry.get(name).name == name

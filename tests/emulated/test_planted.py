@@ -36,7 +36,7 @@ SAID = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize("arch", ARCHS)
 def test_planted_bugs_are_found(run_child: Child, arch: str) -> None:
     done = run_child("tests.emulated.planted", arch)
@@ -48,7 +48,7 @@ def test_planted_bugs_are_found(run_child: Child, arch: str) -> None:
         assert all(part in found[bug] for part in parts), (bug, found[bug])
 
 
-@pytest.mark.slow
+@pytest.mark.every_emulated
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_wait_and_no_barrier_can_be_taken_out(run_child: Child, arch: str) -> None:
     done = run_child("tests.emulated.planted", arch, "--each")

@@ -69,8 +69,8 @@ class Machine:
             self.next += 1
         s, v, acc = self.files[wave]
         s[256], s[257] = 4 * start, 0
-        pointers = (ctypes.c_uint64 * 8)(
-            s.ctypes.data, v.ctypes.data, 0, self.lds.ctypes.data, 0, acc.ctypes.data, LDS_BYTES,
+        pointers = (ctypes.c_uint64 * 7)(
+            s.ctypes.data, v.ctypes.data, self.lds.ctypes.data, 0, acc.ctypes.data, LDS_BYTES,
             self.watches[wave].address,
         )  # fmt: skip
         table, facts_at = ctypes.addressof(self.table), ctypes.addressof(self.facts)

@@ -183,11 +183,11 @@ def _sum(work: Work) -> str:
 
 def show(result: EmulationRecord | ProgramResult) -> None:
     """Print a result for people."""
-    from wavecrest.isa.emulate.record import EmulationRecord
+    from wavecrest.isa.emulate.record import EmulationRecord, shown_tinygrad
 
     out = _shared.out
     triton = result.header.versions.triton
-    evidence = escape(f"emulated {result.arch} · triton {triton} · tinygrad {result.tinygrad[:7]}")
+    evidence = escape(f"emulated {result.arch} · triton {triton} · tinygrad {shown_tinygrad(result.tinygrad)}")
     if isinstance(result, EmulationRecord):
         out.print(f"[dim]{evidence}[/dim]")
         _show_cases(result)
@@ -239,8 +239,8 @@ def command(
     """Execute AMD machine code on the CPU, without a GPU: an op against its oracle, a script, or a test file.
 
     What Triton compiles for the architecture is run instruction by instruction. Accesses outside of the arguments,
-    traps and unknown opcodes are errors that name the instruction. It proves function, not speed. Needs clang and a
-    checkout of tinygrad in TINYGRAD_DIR; exit code 3 says what is missing, 2 that a result is wrong.
+    traps and unknown opcodes are errors that name the instruction. It proves function, not speed. Needs a C
+    compiler and the package tinygrad; exit code 3 says what is missing, 2 that a result is wrong.
     """
     dtypes = [name.strip() for name in (dtype or "").split(",") if name.strip()]
 

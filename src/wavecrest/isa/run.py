@@ -142,7 +142,7 @@ def run_ops(
     return EmulationRecord(
         header=_header(),
         arch=arch,
-        tinygrad=emulate.commit(),
+        tinygrad=emulate.version(),
         sources=hashes,
         checked=bool(options.get("check")),
         cases=results,
@@ -369,7 +369,7 @@ def run_file(
     return ProgramResult(
         header=_header(),
         arch=arch,
-        tinygrad=emulate.commit(),
+        tinygrad=emulate.version(),
         target=provenance.shown_path(target),
         checked=bool(options.get("check")),
         passed=not problem,

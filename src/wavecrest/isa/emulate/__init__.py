@@ -4,8 +4,8 @@
 the order of memory accesses between compute units are not modelled. docs/emulation.md has the requirements.
 """
 
-from wavecrest.isa.emulate.checkout import commit
 from wavecrest.isa.emulate.driver import ARCHS, EmulatedDriver, Launched, check_available, emulated
+from wavecrest.isa.emulate.opcodes import version
 from wavecrest.isa.emulate.program import Program, Stats
 
-__all__ = ["ARCHS", "EmulatedDriver", "Launched", "Program", "Stats", "check_available", "commit", "emulated"]
+__all__ = ["ARCHS", "EmulatedDriver", "Launched", "Program", "Stats", "check_available", "emulated", "version"]

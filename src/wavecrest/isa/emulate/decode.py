@@ -1,4 +1,4 @@
-"""Map instructions that tinygrad lacks, gets wrong or runs slowly to actions of the C machine.
+"""Map instructions that are more than arithmetic in a lane to actions of the C machine: memory, lanes, matrices.
 
 `action` reads the fields of a decoded instruction. DPP forms are taken apart by `dpp`: a gather over the lanes, then
 the plain instruction.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from wavecrest.isa.emulate import machine
+from wavecrest.isa.emulate import machine, opcodes
 
 # (action, its fields)
 Action = tuple[str, dict[str, int]]
@@ -36,6 +36,11 @@ NO_EFFECT = re.compile(
     r"(?:BUFFER|GLOBAL|S_DCACHE|S_ICACHE|S_GL1)_?(?:GL[01]_)?(?:INV|WB|WBINV|WBL2|WBINVL1)(?:_VOL|L1|_SC1)?$"
     r"|S_PREFETCH|S_DCACHE|S_SLEEP|S_WAIT|V_NOP|S_NOP"
 )
+# complete once the program counter has moved on; barriers and traps stop the wave besides
+_ONLY_GOES_ON = re.compile(
+    r"S_(?:BARRIER|TRAP|SETPRIO|SETHALT|SENDMSG$|SENDMSGHALT|INCPERFLEVEL|DECPERFLEVEL|CLAUSE|DELAY_ALU|CODE_END"
+    r"|SET_INST_PREFETCH|INST_PREFETCH|TTRACEDATA|WAKEUP|SETKILL)"
+)
 
 
 def family(arch: str) -> str:
@@ -51,17 +56,17 @@ def wave_size(arch: str) -> int:
     return 64 if arch.startswith("gfx9") else 32
 
 
-def decode(emulator: Any, raw: bytes, arch: str) -> Any:
+def decode(raw: bytes, arch: str) -> Any:
     """The instruction at the start of `raw` (16 bytes), as tinygrad's object."""
     kind, word = family(arch), int.from_bytes(raw[:4], "little")
     if kind == "rdna3" and word >> 26 == 0b111000:
-        return emulator.ir3.MUBUF.from_bytes(raw)
+        return opcodes.tables(kind).instructions.MUBUF.from_bytes(raw)
     if kind == "rdna4" and word >> 26 == 0b110001:
-        return emulator.ir4.VBUFFER.from_bytes(raw)
+        return opcodes.tables(kind).instructions.VBUFFER.from_bytes(raw)
     if kind == "cdna" and word >> 16 != 0xD3AC:
         # tinygrad takes what precedes an f8f6f4 MFMA for its scale prefix
         raw = raw[:8] + bytes(8)
-    return emulator.decode_inst(raw, kind)
+    return opcodes.decode(raw, kind)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,68 @@ def _global_address(f: _Fields) -> dict[str, int]:
 def _atomic(f: _Fields, match: re.Match[str]) -> Action:
     fields = {"vdata": f.get("vsrc", "data"), "vdst": f["vdst"], "acc": f.get("acc")}
     return "atomic", _atomic_operation(f, match[1]) | _global_address(f) | fields
+
+
+def _flat(f: _Fields, match: re.Match[str]) -> Action:
+    kind, verb, rest = match.groups()
+    bare = rest.replace("D16_HI", "").replace("D16", "")
+    store, vaddr, saddr = verb == "STORE", f.get("vaddr", "addr"), f.get("saddr", default=127)
+    if kind == "SCRATCH":
+        scalar = saddr < 124
+        # gfx90a has no bit for a VGPR offset: it is taken where there is no SGPR
+        vector = not scalar if f.arch == "gfx90a" else f["sve"]
+        vaddr, saddr = vaddr if vector else -1, saddr if scalar else -1
+    else:
+        saddr = saddr if saddr < 124 and kind == "GLOBAL" else -1
+    return "flat", {
+        "wave": f.wave,
+        "store": int(store),
+        "bytes": next(count for part, count in _BUFFER_BYTES if part in bare),
+        "sign": int(bool(re.search(r"SBYTE|SSHORT|_I8|_I16", "_" + rest))),
+        "high": int("D16_HI" in rest),
+        "d16": int("D16" in rest),
+        "vaddr": vaddr,
+        "saddr": saddr,
+        "offset": f["offset"] if kind == "FLAT" and "offset" in f else f.signed("ioffset", "offset"),
+        "data": f.get("vsrc", "data") if store else f["vdst"],
+        "acc": f.get("acc"),
+        "scratch": int(kind == "SCRATCH"),
+    }
+
+
+_SCALAR_BYTES = {"DWORD": 4, "B32": 4, "DWORDX2": 8, "B64": 8, "B96": 12, "DWORDX4": 16, "B128": 16}
+_SCALAR_BYTES |= {"DWORDX8": 32, "B256": 32, "DWORDX16": 64, "B512": 64, "U8": 1, "I8": 1, "U16": 2, "I16": 2}
+
+
+def _scalar(f: _Fields, match: re.Match[str]) -> Action:
+    buffer, verb, size = match.groups()
+    offset, soffset = f.signed("ioffset", "offset"), f["soffset"]
+    if f.wave == 64:
+        # the offset is a number, or an SGPR, or both
+        offset, soffset = offset if f["imm"] else 0, soffset if f["soffset_en"] else -1
+    if f.wave == 32 and soffset == 124:
+        soffset = -1
+    return "scalar", {
+        "store": int(verb == "STORE"),
+        "buffer": int(bool(buffer)),
+        "bytes": _SCALAR_BYTES[size],
+        "sign": int(size.startswith("I")),
+        "sbase": f["sbase"] * 2,
+        "soffset": soffset,
+        "offset": offset,
+        "sdata": f["sdata"],
+    }
+
+
+def _accumulator(f: _Fields, match: re.Match[str]) -> Action:
+    source = f["src0"]
+    if match[1] != "WRITE":
+        source = -1 - (source - 256)
+    return "accumulator", {"write": int(match[1] != "READ"), "vdst": f["vdst"], "src": source, "literal": f.literal}
+
+
+def _end(_f: _Fields, _match: re.Match[str]) -> Action:
+    return "end", {}
 
 
 def _load_lds(f: _Fields, _match: re.Match[str]) -> Action:
@@ -334,9 +401,7 @@ def _convert_small(f: _Fields, match: re.Match[str]) -> Action | None:
     }
 
 
-def _lane(f: _Fields, match: re.Match[str]) -> Action | None:
-    if match[1] != "WRITE" and f["src0"] < 256:
-        return None
+def _lane(f: _Fields, match: re.Match[str]) -> Action:
     fields = {"vdst": f["vdst"], "src0": f["src0"], "src1": f.get("src1"), "literal": f.literal}
     return "lane", fields | {"wave": f.wave, "op": ("READ", "WRITE", "READFIRST").index(match[1])}
 
@@ -361,10 +426,10 @@ def _permute(f: _Fields, match: re.Match[str]) -> Action:
     return "permute", fields | {"wave": f.wave, "push": int(not match[1])}
 
 
-def _dual(f: _Fields) -> Action | None:
+def _dual(f: _Fields) -> Action:
     # 12 and 13 are the dot products
     if {f["opx"], f["opy"]} & {12, 13}:
-        return None
+        raise NotImplementedError("a dot product in dual issue")
     names = ("opx", "opy", "srcx0", "vsrcx1", "vdstx", "srcy0", "vsrcy1")
     # of the two destinations one is even and one odd: the low bit of the second is not stored
     second = f["vdsty"] << 1 | (f["vdstx"] & 1 ^ 1)
@@ -396,6 +461,14 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Fields, re.Match[str]], Action |
         (r"BUFFER_(?:ATOMIC_(\w+)$)?", _buffer),
         (r"(?:GLOBAL|FLAT)_ATOMIC_(\w+)$", _atomic),
         (r"GLOBAL_LOAD_LDS", _load_lds),
+        (
+            r"(GLOBAL|FLAT|SCRATCH)_(LOAD|STORE)_((?:D16_)?(?:HI_)?(?:[USIB](?:BYTE|SHORT|8|16|32|64|96|128)|BYTE|SHORT"
+            r"|DWORD(?:X[234])?)(?:_D16)?(?:_HI)?)$",
+            _flat,
+        ),
+        (rf"S_(BUFFER_)?(LOAD|STORE)_({'|'.join(_SCALAR_BYTES)})$", _scalar),
+        (r"V_ACCVGPR_(READ|WRITE|MOV)", _accumulator),
+        (r"S_ENDPGM", _end),
         (r"V_MFMA_(SCALE_)?(F32|I32|F64)_(\d+)X(\d+)X(\d+)(?:_(\d+)B)?_(\w+?)(?:_E64)?$", _matrix),
         (r"V_WMMA_(F32|I32|F16|BF16)_16X16X(\d+)_(\w+?)(?:_E64)?$", _wmma),
         (r"DS_READ_B64_TR_B(\d+)$", _lds_transpose),
@@ -423,12 +496,12 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Fields, re.Match[str]], Action |
 
 
 def action(name: str, inst: Any, raw: bytes, arch: str) -> Action | None:
-    """The action that runs an instruction, or None if tinygrad runs it.
+    """The action that runs an instruction, or None if its opcode's pseudocode says what it does.
 
     Raises:
-        NotImplementedError: neither can run it; the message names the part of the instruction.
+        NotImplementedError: it cannot run; the message names the part of the instruction.
     """
-    if NO_EFFECT.match(name):
+    if NO_EFFECT.match(name) or _ONLY_GOES_ON.match(name):
         return "nop", {}
     size = inst.size()
     ranges = dict(type(inst)._fields)
@@ -444,14 +517,14 @@ def action(name: str, inst: Any, raw: bytes, arch: str) -> Action | None:
 
 @dataclass(frozen=True)
 class Dpp:
-    """A DPP instruction: the bytes of its plain form, its own size, and the action except the plain form's address."""
+    """A DPP instruction: the bytes of its plain form, its own size, and the action but for the sign bit of src0."""
 
     plain: bytes
     size: int
     fields: dict[str, int]
 
 
-_DPP16, _DPP8, _DPP8_FETCH_INACTIVE, _SDWA, _HAS_LITERAL = 0xFA, 0xE9, 0xEA, 0xF9, 0xFF
+_DPP16, _DPP8, _DPP8_FETCH_INACTIVE = 0xFA, 0xE9, 0xEA
 
 
 def _dpp_fields(control: int, src0: int, spare: int, **values: int) -> dict[str, int]:
@@ -460,33 +533,14 @@ def _dpp_fields(control: int, src0: int, spare: int, **values: int) -> dict[str,
 
 
 def dpp(inst: Any, raw: bytes, arch: str) -> Dpp | None:
-    """A DPP16 or DPP8 instruction taken apart, or None.
-
-    16-bit instructions of CDNA on registers from v128 on come here too: in short encodings tinygrad takes those numbers
-    for upper halves of registers, which only RDNA has, so the long form is run.
-    """
+    """A DPP16 or DPP8 instruction taken apart, or None."""
     kind, encoding = family(arch), type(inst).__name__
     long = encoding.startswith("VOP3")
     if not encoding.startswith(("VOP1", "VOP2", "VOPC", "VOP3")) or (long and kind == "cdna"):
         return None
     size, at = (8, 32) if long else (4, 0)
     word, tail = int.from_bytes(raw[:size], "little"), int.from_bytes(raw[size : size + 4], "little")
-    src0, vop1, vopc = word >> at & 0x1FF, word >> 25 == 0x3F, word >> 25 == 0x3E
-    vdst, vsrc1 = word >> 17 & 0xFF, word >> 9 & 0xFF
-    bits = inst.canonical_op_bits
-    half = kind == "cdna" and 16 in (bits.get("d"), bits.get("s0"), bits.get("s1"))
-
-    def long_form(source: int) -> bytes:
-        op = vsrc1 + 0x140 if vop1 else vdst if vopc else (word >> 25) + 0x100
-        first = 0x34 << 26 | op << 16 | (106 if vopc else vdst)
-        return (first | source << 32 | (0 if vop1 else 256 + vsrc1) << 41).to_bytes(8, "little")
-
-    written, read = 0 if vopc else vdst, 0 if vop1 else vsrc1
-    if half and src0 not in (_SDWA, _DPP16) and max(written, src0 - 256, read) >= 128:
-        spare = next(r for r in range(256) if r not in (written, src0 - 256, read))
-        if src0 == _HAS_LITERAL:
-            return Dpp(long_form(256 + spare), 8, _dpp_fields(-2, tail, spare))
-        return Dpp(long_form(src0), 4, _dpp_fields(-3, 0, 0))
+    src0, vdst = word >> at & 0x1FF, word >> 17 & 0xFF
     if src0 != _DPP16 and (kind == "cdna" or src0 not in (_DPP8, _DPP8_FETCH_INACTIVE)):
         return None
     # a register that the instruction does not use, nor the one after it (64-bit operands)
@@ -494,8 +548,6 @@ def dpp(inst: Any, raw: bytes, arch: str) -> Dpp | None:
     used |= {r + 1 for r in used}
     spare = next(r for r in range(256) if r not in used and r + 1 not in used)
     plain = (word & ~(0x1FF << at) | (256 + spare) << at).to_bytes(size, "little")
-    if half and max(written, read) >= 128:
-        plain = long_form(256 + spare)
     if src0 != _DPP16:
         values = {"fetch_inactive": int(src0 == _DPP8_FETCH_INACTIVE), "sel8": tail >> 8}
         return Dpp(plain, size + 4, _dpp_fields(-1, tail & 0xFF, spare, **values))

@@ -20,7 +20,7 @@ from wavecrest.errors import (
     OutOfBounds,
     Unsupported,
 )
-from wavecrest.isa.emulate import checkout, decode, machine, program
+from wavecrest.isa.emulate import decode, machine, opcodes, program
 from wavecrest.isa.emulate.memory import Guard
 from wavecrest.isa.emulate.program import Program, Stats
 from wavecrest.isa.emulate.uninitialised import Uninitialised
@@ -252,8 +252,8 @@ def check_available() -> None:
     """Check that kernels can be emulated in this process.
 
     Raises:
-        MissingDependency: no Triton, no checkout of tinygrad, or no clang; the message says how to get it.
-        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or the checkout does not fit.
+        MissingDependency: no Triton, no tinygrad, or no C compiler; the message says how to get it.
+        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or tinygrad does not fit.
     """
     if _triton.unavailable is not None:
         raise MissingDependency("triton", "the emulator", "pip install triton")
@@ -262,7 +262,7 @@ def check_available() -> None:
             "TRITON_INTERPRET=1 is set: kernels are defined for Triton's interpreter and cannot be compiled for a GPU; "
             "unset it"
         )
-    checkout.load()
+    opcodes.tables("cdna")
     machine.load()
 
 

@@ -17,7 +17,7 @@ COUNTS_VM, COUNTS_LDS, COUNTS_SCALAR = 1, 2, 4
 # what decides how values that nothing wrote pass from sources to results; 0: the result is known
 FLOWS = ("lanes", "pairs", "select", "compare", "scalar")
 FLOW = {name: number for number, name in enumerate(FLOWS, start=1)}
-# memory accesses of instructions that tinygrad runs
+# memory accesses that have no fields of an action in the watch
 ACCESSES = ("load", "store", "scalar")
 ACCESS = {name: number for number, name in enumerate(ACCESSES, start=1)}
 BRANCHES = ("scc", "vcc", "exec")

@@ -1,7 +1,8 @@
 """A kernel's machine code with its table of decoded instructions, and its launch over a grid of workgroups.
 
-The waves of a workgroup run one after the other, each until a barrier or its end; opcodes are decoded and compiled the
-first time a wave meets them. The run loop is C (`machine/`), outside the GIL, so that several workers help.
+The waves of a workgroup run one after the other, each until a barrier or its end. Instructions are decoded when a wave
+first meets them; the opcodes of the whole code are compiled together before the first one. The run loop is C
+(`machine/`), outside the GIL, so that several workers help.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ import ctypes
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wavecrest.errors import EmulationError, OutOfBounds, Unsupported, UnsupportedInstruction
-from wavecrest.isa.emulate import checkout, decode, effects, machine, watch
+from wavecrest.isa.emulate import decode, effects, machine, opcodes, watch
 from wavecrest.isa.emulate.code_object import CodeObject
+from wavecrest.isa.emulate.grammar import NotUnderstood
 
 WorkgroupId = tuple[int, int, int]
 
-# where tinygrad's layout ends: inline constants from 128 on, hardware registers from 264 on
-_INLINE_INTEGERS, _INLINE_NEGATIVE, _HWREG = 128, 193, 264
+# the layout of machine/wave.h: SGPRs, inline constants from 128 on, the state, hardware registers from 264 on
+_TTMP, _INLINE_INTEGERS, _INLINE_NEGATIVE, _INLINE_FLOATS = 108, 128, 193, 240
+_PC, _SCRATCH_BYTES, _HWREG, _SCALARS = 256, 259, 264, 340
 _MODE, _HW_ID = _HWREG + 1, _HWREG + 4
+_FLOATS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.0, -4.0, 0.15915494309189532)
 # registers, and a few more for accesses of several registers from the last one on
 _VGPRS = 264
 # workgroups of a worker that run at a time, as on a GPU, since kernels may wait for one another; and instructions of a
@@ -36,9 +39,6 @@ LIMIT = 200_000_000
 # banks of LDS; 32 elsewhere
 BANKS = {"gfx950": 64}
 _ENDS_BLOCK = ("S_BRANCH", "S_CBRANCH", "S_ENDPGM", "S_SETPC", "S_SWAPPC", "S_TRAP")
-
-# tinygrad's cache on disk belongs to the thread that opened it
-_compiler = ThreadPoolExecutor(1, thread_name_prefix="emulate-compile")
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Wave:
     """Registers of one wave, set up as the hardware does at its start."""
 
     def __init__(self, program: Program, group: _Group, first: int, threads: int) -> None:
-        code, emulator, wave = program.code, program.emulator, program.code.wave
+        code, wave = program.code, program.code.wave
         lanes = min(wave, threads - first)
         self.s = s = program.registers.copy()
         self.v = np.zeros((_VGPRS, wave), np.uint32)
@@ -93,39 +93,36 @@ class _Wave:
         s[: len(group.user_sgprs)] = group.user_sgprs
         x, y, z = group.id
         if program.family == "rdna4":
-            s[emulator.ttmp[9].offset], s[emulator.ttmp[7].offset] = x, y | z << 16
+            s[_TTMP + 9], s[_TTMP + 7] = x, y | z << 16
         else:
             at = code.rsrc2 >> 1 & 31
             for axis, position in enumerate(group.id):
                 if code.rsrc2 >> (7 + axis) & 1:
                     s[at] = position
                     at += 1
-        mask, exec_at = (1 << lanes) - 1, emulator.EXEC_LO.offset
+        mask, exec_at = (1 << lanes) - 1, opcodes.EXEC
         s[exec_at] = mask & 0xFFFFFFFF
         if wave == 64:
             s[exec_at + 1] = mask >> 32
         # work item ids: workgroups of Triton have one dimension
         self.v[0, :lanes] = np.arange(first, first + lanes)
-        s[emulator.SCRATCH_STRIDE_IDX] = code.scratch
+        s[_SCRATCH_BYTES] = code.scratch
         s[_MODE] = code.rsrc1 >> 12 & 0xFF
         s[_HW_ID] = (first // wave & 15) | (first // wave & 3) << 4
-        s[emulator.PC_LO_IDX], s[emulator.PC_HI_IDX] = code.entry & 0xFFFFFFFF, code.entry >> 32
-        self._pc = (emulator.PC_LO_IDX, emulator.PC_HI_IDX)
-        memory = (s, self.v, None, group.lds, self.scratch, self.acc)
-        addresses = [0 if part is None else part.ctypes.data for part in memory]
+        s[_PC], s[_PC + 1] = code.entry & 0xFFFFFFFF, code.entry >> 32
+        addresses = [part.ctypes.data for part in (s, self.v, group.lds, self.scratch, self.acc)]
         self.watch: watch.WaveWatch | None = None
         if group.watch is not None:
             # the SGPRs that are set above: user's, then up to three numbers of the workgroup
             self.watch = watch.WaveWatch(group.watch, first // wave, (code.rsrc2 >> 1 & 31) + 3)
         watched = 0 if self.watch is None else self.watch.address
-        self.pointers = (ctypes.c_uint64 * 8)(*addresses, group.lds_bytes, watched)
+        self.pointers = (ctypes.c_uint64 * 7)(*addresses, group.lds_bytes, watched)
         # why it stopped: BARRIER or END; 0 while it can run
         self.state = 0
 
     @property
     def pc(self) -> int:
-        low, high = self._pc
-        return int(self.s[low]) | int(self.s[high]) << 32
+        return int(self.s[_PC]) | int(self.s[_PC + 1]) << 32
 
 
 class _Group:
@@ -155,6 +152,21 @@ class _Group:
                 wave.state = 0 if wave.state == machine.BARRIER else machine.END
 
 
+# what tinygrad's decoder and this emulator raise for bytes that they have no instruction for
+_UNDECODED = (NotUnderstood, NotImplementedError, ValueError, KeyError, AttributeError, StopIteration, RuntimeError)
+
+
+class _Step(NamedTuple):
+    """An instruction: an action of the C machine, the function of its opcode, or for DPP both."""
+
+    name: str
+    inst: Any
+    size: int
+    action: decode.Action | None
+    function: opcodes.Opcode | None
+    operands: Mapping[str, int | Sequence[int]]
+
+
 class Program:
     """A code object with its table of decoded instructions; it can be launched many times.
 
@@ -167,7 +179,7 @@ class Program:
     """
 
     def __init__(self, elf: bytes, name: str | None = None) -> None:
-        self.emulator, self.library = checkout.load(), machine.load()
+        self.library = machine.load()
         self.library.install()
         self.code = CodeObject(elf, name)
         self.family = decode.family(self.code.arch)
@@ -180,13 +192,12 @@ class Program:
         self.unsupported: dict[int, str] = {}
         self.compile_seconds = 0.0
         self._lock = threading.Lock()
-        self._kept: list[Any] = []
-        registers = np.zeros(self.emulator.SGPR_COUNT + 80, np.uint32)
+        self._compiled = False
+        registers = np.zeros(_SCALARS, np.uint32)
         registers[_INLINE_INTEGERS:_INLINE_NEGATIVE] = np.arange(65)
         negative = (-np.arange(1, 17)).astype(np.int64) & 0xFFFFFFFF
         registers[_INLINE_NEGATIVE : _INLINE_NEGATIVE + 16] = negative
-        for code, value in self.emulator.F32_INLINE.items():
-            registers[code] = value
+        registers[_INLINE_FLOATS : _INLINE_FLOATS + len(_FLOATS)] = np.array(_FLOATS, np.float32).view(np.uint32)
         self.registers = registers
 
     def where(self, pc: int) -> str:
@@ -200,9 +211,7 @@ class Program:
         Raises:
             UnsupportedInstruction: this instruction cannot run; a later one is an error only when it is reached.
         """
-        _compiler.submit(self._prepare_block, pc).result()
-
-    def _prepare_block(self, pc: int) -> None:
+        self._compile()
         self._prepare_one(pc)
         while not self.names[index := (pc - self.code.code) >> 2][0].startswith(_ENDS_BLOCK):
             pc += self.table[index].size
@@ -215,6 +224,25 @@ class Program:
                 self.unsupported[(pc - self.code.code) >> 2] = str(error)
                 return
 
+    def _compile(self) -> None:
+        """Compile the opcodes of the whole code, in one call of the compiler."""
+        with self._lock:
+            if self._compiled:
+                return
+            self._compiled, begin = True, time.perf_counter()
+            found, at = [], self.code.code
+            while at < self.code.code + self.code.code_size:
+                raw = ctypes.string_at(at, 16)
+                try:
+                    step = self._step(raw)
+                    found += [] if step.function is None else [step.function]
+                    at += step.size
+                except _UNDECODED:
+                    # data between functions, or an instruction that is an error where it is reached
+                    at += 4
+            opcodes.compile_all(found)
+            self.compile_seconds += time.perf_counter() - begin
+
     def _prepare_one(self, pc: int) -> None:
         index = (pc - self.code.code) >> 2
         with self._lock:
@@ -223,11 +251,11 @@ class Program:
             begin = time.perf_counter()
             raw, inst = ctypes.string_at(pc, 16), None
             try:
-                inst = decode.decode(self.emulator, raw, self.code.arch)
+                inst = decode.decode(raw, self.code.arch)
                 self._decoded[index] = inst, raw
                 if self.facts is not None:
                     self._set_facts(index)
-                self.names[index] = self._fill(self.table[index], inst, raw)
+                self.names[index] = self._fill(self.table[index], raw)
             except Exception as error:
                 what = repr(inst)[:200] if inst is not None else f"bytes {raw[:8].hex()}"
                 raise UnsupportedInstruction(
@@ -238,7 +266,7 @@ class Program:
 
     def _set_facts(self, index: int) -> None:
         inst, raw = self._decoded[index]
-        self.facts[index].set(effects.facts(self.emulator._op_name(inst), inst, raw))
+        self.facts[index].set(effects.facts(opcodes.name(inst), inst, raw))
 
     def prepare_watch(self) -> None:
         """Have what the watch needs to know of each instruction.
@@ -253,40 +281,40 @@ class Program:
                 for index in self._decoded:
                     self._set_facts(index)
 
-    def _fill(self, entry: machine.Entry, inst: Any, raw: bytes) -> tuple[str, Any]:
-        """Make an instruction runnable; its opcode's name and tinygrad's object for it."""
-        emulator, arch = self.emulator, self.code.arch
-        name, size, code = emulator._op_name(inst), inst.size(), raw
-        taken_apart, action = decode.dpp(inst, raw, arch), None
-        if taken_apart is not None:
-            code, size = taken_apart.plain + bytes(8), taken_apart.size
-            inst = emulator.decode_inst(code, self.family)
-            name = emulator._op_name(inst) + "_DPP"
-            action = "dpp", taken_apart.fields | self._plain_form(code, inst)
+    def _step(self, raw: bytes) -> _Step:
+        """Decode an instruction and find the action or the function that runs it."""
+        arch, inst = self.code.arch, decode.decode(raw, self.code.arch)
+        name, size, code = opcodes.name(inst), inst.size(), raw
+        action = None
+        if (taken_apart := decode.dpp(inst, raw, arch)) is not None:
+            code, size = taken_apart.plain + bytes(16), taken_apart.size
+            inst = opcodes.decode(code, self.family)
+            name = opcodes.name(inst) + "_DPP"
         else:
             action = decode.action(name, inst, raw, arch)
-        if action is None or taken_apart is not None:
-            program, runner = emulator._get_runner((code + bytes(8))[: inst.size() + 4], self.family)
-            for slot, argument in enumerate(program.arg.globals):
-                entry.arguments[slot] = argument
-            entry.opcode = ctypes.cast(runner.fxn, ctypes.c_void_p).value
         if action is not None:
-            entry.set_action(*action)
-        if name in ("S_BARRIER", "S_BARRIER_WAIT"):
+            return _Step(name, inst, size, action, None, {})
+        function = opcodes.opcode(inst, self.family)
+        if taken_apart is not None:
+            sign = 0x8000 if function.sources and function.sources[0].bits == 16 else 0x80000000
+            action = "dpp", taken_apart.fields | {"wave": self.code.wave, "sign": sign}
+        return _Step(name, inst, size, action, function, opcodes.operands(inst, code, function, arch))
+
+    def _fill(self, entry: machine.Entry, raw: bytes) -> tuple[str, Any]:
+        """Make an instruction runnable; its opcode's name and tinygrad's object for it."""
+        step = self._step(raw)
+        if step.function is not None:
+            entry.opcode, entry.jumps = opcodes.address(step.function), step.function.jumps
+            entry.operands.set(step.operands)
+        if step.action is not None:
+            entry.set_action(*step.action)
+        if step.name in ("S_BARRIER", "S_BARRIER_WAIT"):
             entry.stops = machine.BARRIER
-        elif name == "S_TRAP":
+        elif step.name == "S_TRAP":
             entry.stops = machine.TRAP
         # the size is set last: other threads read entries without the lock, and a size marks a ready one
-        entry.size = size
-        return name, inst
-
-    def _plain_form(self, code: bytes, inst: Any) -> dict[str, int]:
-        """Fields of a DPP action: where the plain instruction lies, as it reads its literal from there."""
-        words = (ctypes.c_uint32 * (len(code) // 4)).from_buffer_copy(code)
-        self._kept.append(words)
-        at = ctypes.addressof(words)
-        sign = 0x8000 if inst.canonical_op_bits.get("s0") == 16 else 0x80000000
-        return {"wave": self.code.wave, "sign": sign, "plain_low": at & 0xFFFFFFFF, "plain_high": at >> 32}
+        entry.size = step.size
+        return step.name, step.inst
 
     def launch(
         self,
@@ -320,7 +348,7 @@ class Program:
         Raises:
             Unsupported: regions are given and the architecture is not CDNA.
             OutOfBounds: an access outside the kernel's memory.
-            UnsupportedInstruction: neither tinygrad nor this emulator has the opcode.
+            UnsupportedInstruction: an opcode without a meaning here.
             EmulationError: a trap, a jump out of the code, or more instructions than `limit`.
         """
         if regions is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -73,7 +74,7 @@ class EmulationRecord(files.Model):
     format_version: int = FORMAT_VERSION
     header: provenance.Header
     arch: str
-    # commit of the checkout that gives opcodes their meaning
+    # version of the package with AMD's pseudocode; in earlier records the commit of a checkout with an emulator
     tinygrad: str
     sources: dict[str, list[str]] = Field(default_factory=dict)
     checked: bool = False
@@ -112,6 +113,11 @@ class ProgramResult(files.Model):
     passed: bool
     reason: str = ""
     work: Work
+
+
+def shown_tinygrad(version: str) -> str:
+    """A version as it is, a commit by its first seven digits."""
+    return version[:7] if re.fullmatch(r"[0-9a-f]{40}", version) else version
 
 
 def load(path: Path) -> EmulationRecord:

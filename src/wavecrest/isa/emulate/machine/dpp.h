@@ -1,20 +1,21 @@
 /* A decoded instruction, and the lanes that DPP reads. */
 
-typedef void (*Opcode)(void*, void*, void*, void*, void*, void*);
+typedef void (*Opcode)(Wave*, const Operands*);
 
 typedef struct {
   Opcode opcode;
-  /* which of the wave's pointers are the arguments of `opcode` */
-  u8 arguments[6];
+  /* the opcode sets the program counter */
+  u8 jumps;
   /* BARRIER or TRAP where the wave stops after this instruction */
   u8 stops;
   /* bytes; 0: not decoded yet */
   u8 size;
   i32 action;
   i32 fields[19];
+  Operands operands;
 } Entry;
 
-enum { DPP8 = -1, FILL = -2, PLAIN = -3 };
+enum { DPP8 = -1 };
 
 /* The lane that DPP control `c` reads for lane l, or -1 for none. */
 static int dpp_source(int c, int sel8, int l, int wave) {

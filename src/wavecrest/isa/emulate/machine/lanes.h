@@ -74,7 +74,18 @@ static void lane(Wave* w, const Lane* p) {
     l = exec ? __builtin_ctzll(exec) : 0;
   }
   if (p->op == WRITE_LANE) w->v[p->vdst * wave + l] = operand(w, p->src0, wave, 0, p->literal);
-  else w->s[p->vdst] = w->v[(p->src0 - FIRST_VGPR) * wave + l];
+  else w->s[p->vdst] = operand(w, p->src0, wave, l, p->literal);
+}
+
+/* v_accvgpr_read_b32, v_accvgpr_write_b32, v_accvgpr_mov_b32 */
+static void accumulator(Wave* w, const Accumulator* p) {
+  u64 exec = exec_mask(w, 64);
+  u32* file = p->write ? w->acc : w->v;
+  for (int l = 0; l < 64; l++) {
+    if (!(exec >> l & 1)) continue;
+    u32 value = p->src < 0 ? w->acc[(-1 - p->src) * 64 + l] : operand(w, p->src, 64, l, p->literal);
+    file[p->vdst * 64 + l] = value;
+  }
 }
 
 /* One half of a VOPD instruction: `c` is vsrc1, `d` the old destination, `k` the literal. */

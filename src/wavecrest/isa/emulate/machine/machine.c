@@ -1,12 +1,6 @@
-/* The run loop. Each instruction is an Entry: an action of this machine, or a function that tinygrad compiled. */
+/* The run loop. Each instruction is an Entry: an action of this machine, or the function of an opcode. */
 
 enum { BARRIER = 1, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS };
-
-static void call_opcode(Wave* w, const Entry* e) {
-  void** p = (void**)w;
-  const u8* a = e->arguments;
-  e->opcode(p[a[0]], p[a[1]], p[a[2]], p[a[3]], p[a[4]], p[a[5]]);
-}
 
 /* Denormals to zero, in and out: MODE.FP_DENORM for float32. Returns the old state. */
 static unsigned flush_denormals(int on) {
@@ -28,39 +22,31 @@ static void hwreg(Wave* w, const Hwreg* p) {
   if (id == HWREG_MODE && mask & 0x30) flush_denormals(!(*reg & 0x30));
 }
 
-/* DPP: gather src0 over the lanes into a spare VGPR, narrow EXEC, then run the plain form of the instruction, whose
-   bytes lie at `plain`. FILL puts the constant src0 into the spare VGPR instead; PLAIN only runs the plain form. */
+/* DPP: gather src0 over the lanes into a spare VGPR, narrow EXEC, then run the plain form of the instruction. */
 static void dpp(Wave* w, const Entry* e) {
   const Dpp* p = (const Dpp*)e->fields;
   int wave = p->wave, c = p->control;
-  u64 exec = exec_mask(w, wave), enabled = c <= FILL ? ~0ull : 0;
+  u64 exec = exec_mask(w, wave), enabled = 0;
   u32 kept[64], in[64], *spare = w->v + p->spare * wave;
-  if (c > FILL) memcpy(in, w->v + p->src0 * wave, wave * 4);
+  memcpy(in, w->v + p->src0 * wave, wave * 4);
   memcpy(kept, spare, wave * 4);
-  if (c == FILL)
-    for (int l = 0; l < wave; l++) spare[l] = p->src0;
-  if (c > FILL)
-    for (int l = 0; l < wave; l++) {
-      int from = dpp_source(c, p->sel8, l, wave);
-      if (from >= 0 && !(exec >> from & 1) && !p->fetch_inactive) from = -1;
-      u32 value = from >= 0 ? in[from] : 0;
-      if (p->abs) value &= ~(u32)p->sign;
-      if (p->neg) value ^= (u32)p->sign;
-      spare[l] = value;
-      int selected = c < 0 || ((p->row_mask >> (l >> 4) & 1) && (p->bank_mask >> ((l & 15) >> 2) & 1));
-      if (selected && (from >= 0 || p->bound_ctrl)) enabled |= 1ull << l;
-    }
-  u32 exec_low = w->s[EXEC], exec_high = w->s[EXEC + 1], *pc = w->s + PC, pc_low = pc[0], pc_high = pc[1];
+  for (int l = 0; l < wave; l++) {
+    int from = dpp_source(c, p->sel8, l, wave);
+    if (from >= 0 && !(exec >> from & 1) && !p->fetch_inactive) from = -1;
+    u32 value = from >= 0 ? in[from] : 0;
+    if (p->abs) value &= ~(u32)p->sign;
+    if (p->neg) value ^= (u32)p->sign;
+    spare[l] = value;
+    int selected = c < 0 || ((p->row_mask >> (l >> 4) & 1) && (p->bank_mask >> ((l & 15) >> 2) & 1));
+    if (selected && (from >= 0 || p->bound_ctrl)) enabled |= 1ull << l;
+  }
+  u32 exec_low = w->s[EXEC], exec_high = w->s[EXEC + 1];
   w->s[EXEC] &= (u32)enabled;
   if (wave == 64) w->s[EXEC + 1] &= enabled >> 32;
-  pc[0] = p->plain_low;
-  pc[1] = p->plain_high;
-  call_opcode(w, e);
-  pc[0] = pc_low;
-  pc[1] = pc_high;
+  e->opcode(w, &e->operands);
   w->s[EXEC] = exec_low;
   w->s[EXEC + 1] = exec_high;
-  if (c != PLAIN) memcpy(spare, kept, wave * 4);
+  memcpy(spare, kept, wave * 4);
 }
 
 /* An action of this machine at program counter `pc`; returns where the wave goes on. */
@@ -84,6 +70,9 @@ static u64 act(Wave* w, const Entry* e, u64 pc) {
     case ACTION_LANE: lane(w, p); break;
     case ACTION_DUAL: dual(w, p); break;
     case ACTION_CONVERT_SMALL: convert_small(w, p); break;
+    case ACTION_ACCUMULATOR: accumulator(w, p); break;
+    case ACTION_FLAT: flat(w, p); break;
+    case ACTION_SCALAR: scalar(w, p); break;
     case ACTION_HWREG: hwreg(w, p); break;
     case ACTION_DPP: dpp(w, e); break;
     case ACTION_GETPC: {
@@ -97,6 +86,7 @@ static u64 act(Wave* w, const Entry* e, u64 pc) {
       const Setpc* g = p;
       return w->s[g->ssrc] | (u64)w->s[g->ssrc + 1] << 32;
     }
+    case ACTION_END: return ~0ull;
   }
   return next;
 }
@@ -155,12 +145,12 @@ int run(
       watch(w, e, &facts[i], i);
       count_banks(w, e, banks, served);
     }
-    if (e->action) {
-      u64 next = act(w, e, at);
+    u64 next = at + e->size;
+    if (e->action) next = act(w, e, at);
+    else e->opcode(w, &e->operands);
+    if (e->action || !e->jumps) {
       pc[0] = (u32)next;
       pc[1] = next >> 32;
-    } else {
-      call_opcode(w, e);
     }
     if (e->stops) {
       why = e->stops;

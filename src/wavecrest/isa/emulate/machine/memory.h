@@ -139,6 +139,61 @@ static u64 global_address(const Wave* w, int wave, int vaddr, int saddr, int off
   return (w->s[saddr] | (u64)w->s[saddr + 1] << 32) + w->v[vaddr * wave + lane] + (i64)offset;
 }
 
+/* Scratch memory of a lane; an access outside of it stops the wave. */
+static u64 scratch_address(const Wave* w, const Flat* p, int lane) {
+  u32 size = w->s[SCRATCH_BYTES], at = (u32)p->offset;
+  if (p->vaddr >= 0) at += w->v[p->vaddr * p->wave + lane];
+  if (p->saddr >= 0) at += w->s[p->saddr];
+  if ((u64)at + p->bytes > size) {
+    faulted_at = 0;
+    siglongjmp(escape, MEMORY_FAULT);
+  }
+  return (u64)w->scratch + (u64)lane * size + at;
+}
+
+/* global_load_*, flat_load_*, scratch_load_* and the stores. */
+static void flat(Wave* w, const Flat* p) {
+  int wave = p->wave, bytes = p->bytes, length = bytes < 4 ? bytes : 4;
+  u64 exec = exec_mask(w, wave);
+  u32* file = p->acc ? w->acc : w->v;
+  for (int l = 0; l < wave; l++) {
+    if (!(exec >> l & 1)) continue;
+    u64 address = p->scratch ? scratch_address(w, p, l) : global_address(w, wave, p->vaddr, p->saddr, p->offset, l);
+    /* the address may be in a register of the result, which a lane has read by now */
+    for (int word = 0; word < (bytes + 3) / 4; word++) {
+      u32 *reg = file + (p->data + word) * wave + l, value = 0;
+      if (p->store) {
+        value = *reg >> (p->high ? 16 : 0);
+        memcpy((void*)(address + 4 * word), &value, length);
+        continue;
+      }
+      memcpy(&value, (void*)(address + 4 * word), length);
+      if (length < 4 && p->sign) value = sign_extend(value, length);
+      *reg = merge_half(*reg, value, p->high, p->d16);
+    }
+  }
+}
+
+/* s_load_*, s_store_*, s_buffer_load_*; beyond a buffer's end there is zero. */
+static void scalar(Wave* w, const Scalar* p) {
+  const u32* base = w->s + p->sbase;
+  u64 offset = (i64)p->offset + (p->soffset >= 0 ? w->s[p->soffset] : 0);
+  u64 address = base[0] | (u64)(base[1] & 0xffff) << 32;
+  u32 data[16] = {0};
+  if (p->bytes >= 4) offset &= ~3ull, address &= ~3ull;
+  if (p->store) {
+    memcpy((void*)(address + offset), w->s + p->sdata, p->bytes);
+    return;
+  }
+  for (int at = 0; at < p->bytes; at += 4) {
+    int length = p->bytes < 4 ? p->bytes : 4;
+    if (p->buffer && offset + at + length > base[2]) continue;
+    memcpy(data + at / 4, (void*)(address + offset + at), length);
+  }
+  if (p->bytes < 4 && p->sign) data[0] = sign_extend(data[0], p->bytes);
+  memcpy(w->s + p->sdata, data, p->bytes < 4 ? 4 : p->bytes);
+}
+
 /* global_atomic_*, flat_atomic_* */
 static void atomic(Wave* w, const Atomic* p) {
   int wave = p->wave, bytes = p->bytes;

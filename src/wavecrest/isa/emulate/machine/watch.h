@@ -413,7 +413,7 @@ static void watch_load_lds(Watched* h, Wave* w, const LoadLds* p, u64 at) {
       );
 }
 
-/* global_load_*, global_store_* and their flat forms, which tinygrad runs */
+/* global_load_*, global_store_* and their flat forms */
 static void watch_global(Watched* h, Wave* w, const Facts* f, u64 at) {
   u64 exec = exec_mask(w, 64);
   look_at_address(h, VGPRS + f->vaddr, f->saddr < 0 ? 2 : 1, exec, at);
@@ -605,11 +605,7 @@ static void pass_lanes(Watched* h, const Wave* w, const Entry* e, const Facts* f
       if (one && !lanes[i]) origin = h->origin[f->source[i] + word];
       lanes[i] |= one;
     }
-    if (i == 0 && e->action == ACTION_DPP) {
-      const Dpp* p = (const Dpp*)e->fields;
-      if (p->control > FILL) lanes[0] = pass_dpp(p, lanes[0], &exec);
-      if (p->control == FILL) lanes[0] = 0;
-    }
+    if (i == 0 && e->action == ACTION_DPP) lanes[0] = pass_dpp((const Dpp*)e->fields, lanes[0], &exec);
     all |= lanes[i];
   }
   if (f->flow == FLOW_SELECT) {

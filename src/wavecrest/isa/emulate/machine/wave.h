@@ -8,27 +8,26 @@
 #include <stdint.h>
 #include <string.h>
 
+typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
 typedef int64_t i64;
 typedef unsigned char u8;
 
-/* What an opcode compiled by tinygrad takes: the same six pointers, in this order.
-   Register r of lane l is v[r * wave_size + l]. Above the SGPRs lie the inline constants (128 to 248), the program
-   counter (256, 257), SCC (258) and the hardware registers (264 and up). The size of the LDS is for this machine, `watched` for
-   its watch (null where nothing is watched). */
+/* The state of a wave. Register r of lane l is v[r * wave_size + l]. Above the SGPRs lie the inline constants (128 to
+   248), SCC (253), the program counter (256, 257), the bytes of scratch memory of a lane (259) and the hardware registers
+   (264 and up). `watched` is for the watch, null where nothing is watched. */
 typedef struct {
   u32* s;
   u32* v;
-  void* memory;
   u8* lds;
-  void* scratch;
+  u8* scratch;
   u32* acc;
   u64 lds_size;
   void* watched;
 } Wave;
 
-enum { M0 = 124, EXEC = 126, VCC = 106, LITERAL = 255, FIRST_VGPR = 256, PC = 256, HWREG = 264 };
+enum { M0 = 124, EXEC = 126, VCC = 106, LITERAL = 255, FIRST_VGPR = 256, SCC = 253, PC = 256, SCRATCH_BYTES = 259, HWREG = 264 };
 enum { HWREG_MODE = 1 };
 
 static u64 exec_mask(const Wave* w, int wave) { return w->s[EXEC] | (wave == 64 ? (u64)w->s[EXEC + 1] << 32 : 0); }
