@@ -53,7 +53,7 @@ def library(text: str, folder: str, name: str, needed_for: str, flags: Sequence[
         MissingDependency: no C compiler is installed.
         EnvironmentProblem: the program does not compile, or the folder cannot be written.
     """
-    command, macros = _accepted(needed_for, flags)
+    command, macros = _accepted(_command(needed_for), flags, needed_for)
     place = cache_folder(folder)
     path = place / f"{name}-{_key(text, command, macros)}.so"
     try:
@@ -79,16 +79,20 @@ def key(text: str, needed_for: str, flags: Sequence[Sequence[str]]) -> str:
     Args:
         text, needed_for, flags: as for `library`, which raises the same.
     """
-    return _key(text, *_accepted(needed_for, flags))
+    return _key(text, *_accepted(_command(needed_for), flags, needed_for))
 
 
 def _key(text: str, command: Sequence[str], macros: str) -> str:
     return hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
 
 
-def _accepted(needed_for: str, flags: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+def _command(needed_for: str) -> list[str]:
+    return [*compiler(needed_for).split(), *SHARED]
+
+
+def _accepted(command: list[str], flags: Sequence[Sequence[str]], needed_for: str) -> tuple[list[str], str]:
     """The command with the first flags that the compiler takes, and its macros: versions and what the processor has."""
-    command, problem = [*compiler(needed_for).split(), *SHARED], ""
+    problem = ""
     for one in flags:
         done = _run([*command, *one, "-x", "c", "-dM", "-E", os.devnull], "", needed_for)
         if done.returncode == 0:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wavecrest import cc
 from wavecrest.errors import EnvironmentProblem, MissingDependency
 from wavecrest.isa.emulate import decode, machine, opcodes
 from wavecrest.isa.emulate.grammar import NotUnderstood, Parser, Type
@@ -259,7 +260,7 @@ def test_a_missing_package_and_a_missing_compiler_are_one_line(monkeypatch: pyte
     monkeypatch.setattr(opcodes.importlib, "import_module", other)
     with pytest.raises(EnvironmentProblem, match=r"has no tinygrad\.runtime.*0\.14"):
         opcodes.tables("cdna")
-    monkeypatch.setattr(machine.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(cc.shutil, "which", lambda *_args, **_options: None)
     with pytest.raises(MissingDependency, match="gcc or clang"):
         machine.build()
     opcodes.tables.cache_clear()

@@ -224,7 +224,7 @@ def _check_machine() -> None:
 
 @cache
 def _opcodes() -> tuple[str, str]:
-    """What comes before functions of opcodes, and the folder, below the user's cache folder, that keeps them."""
+    """The text before functions of opcodes, and the folder below the user's cache folder that keeps them."""
     _check_machine()
     text = source(PRELUDE)
     return text, f"{FOLDER}/opcodes-{cc.key(text, NEEDED_FOR, OPCODE_FLAGS)}"
