@@ -247,19 +247,19 @@ def test_a_missing_package_and_a_missing_compiler_are_one_line(monkeypatch: pyte
     def gone(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(opcodes.importlib, "import_module", gone)
-    opcodes.tables.cache_clear()
-    with pytest.raises(MissingDependency, match="pip install --no-deps tinygrad") as missing:
-        opcodes.tables("cdna")
-    assert missing.value.exit_code == 3 and "\n" not in str(missing.value)
-
     def other(name: str) -> Any:
         if name != "tinygrad":
             gone(name)
 
-    monkeypatch.setattr(opcodes.importlib, "import_module", other)
-    with pytest.raises(EnvironmentProblem, match=r"has no tinygrad\.runtime.*0\.14"):
-        opcodes.tables("cdna")
+    opcodes.tables.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(opcodes.importlib, "import_module", gone)
+        with pytest.raises(MissingDependency, match="pip install --no-deps tinygrad") as missing:
+            opcodes.tables("cdna")
+        assert missing.value.exit_code == 3 and "\n" not in str(missing.value)
+        patch.setattr(opcodes.importlib, "import_module", other)
+        with pytest.raises(EnvironmentProblem, match=r"has no tinygrad\.runtime.*0\.14"):
+            opcodes.tables("cdna")
     monkeypatch.setattr(cc.shutil, "which", lambda *_args, **_options: None)
     with pytest.raises(MissingDependency, match="gcc or clang"):
         machine.build()
