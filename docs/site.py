@@ -80,8 +80,8 @@ OPS_REFERENCE = "reference/ops.md"
 NAVIGATION: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "start.md", "usage.md", "settings.md", "troubleshooting.md", "glossary.md"),
     "Serve a model": (
-        "proof.md", "attacks.md", "results.md", "zoo.md", "attention.md", "quantize.md", "packed_weights.md", "integrations/*",
-        "compat.md", "guides.md",
+        "proof.md", "attacks.md", "results.md", "zoo.md", "attention.md", "quantize.md", "packed_weights.md",
+        "integrations/*", "compat.md", "guides.md",
     ),
     "Tune a machine": (
         "tuning.md", "database.md", "env.md", "benchmarks.md", "speed.md", "tuned.md", "cost_model.md",
