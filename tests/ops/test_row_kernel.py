@@ -18,6 +18,7 @@ from tests.ops.op_harness import (
     E4M3,
     E5M2,
     GROUP,
+    LARGEST,
     LAYOUTS,
     PAIRS,
     ROW_OPS,
@@ -32,6 +33,7 @@ from tests.ops.op_harness import (
     by_name,
     call_of,
     check_results,
+    expected_scale,
     five_dims,
     layout,
     parameters,
@@ -40,6 +42,7 @@ from tests.ops.op_harness import (
     same_bits,
     second_layout,
     shape_id,
+    unrounded,
 )
 from wavecrest import ops
 from wavecrest.dispatch import registry
@@ -653,6 +656,23 @@ def test_any_dequantize(data: st.DataObject) -> None:
 @given(st.data())
 def test_any_norm_and_rounding(data: st.DataObject) -> None:
     any_call(data, [variant for variant, (op, _) in VARIANTS.items() if op.endswith("norm_quantize")])
+
+
+def test_rounding_of_a_row_and_a_bias_that_nearly_cancel(device: str) -> None:
+    """What is left of them is as far off as each of them, which is more than float32's share of what is left."""
+    generator = torch.Generator().manual_seed(0)
+    far = 0.0
+    for _ in range(20):
+        x, weight = torch.randn(1, 2, generator=generator), torch.rand(2, generator=generator) + 0.5
+        y = torch.nn.functional.layer_norm(x, (2,), weight, None, 1e-5)[0]
+        bias = 0.01 * torch.randn(2, generator=generator) - y
+        args = (*(one.to(device) for one in (x, weight, bias)), 1e-5, E4M3, "token", None)
+        results = run("layer_norm_quantize", "triton", *args)
+        values = by_name("layer_norm_quantize", args)
+        check_results("layer_norm_quantize", results, values)
+        want = expected_scale(unrounded("layer_norm_quantize", values)[0], "token", LARGEST[E4M3])
+        far = max(far, float((results[1].double() / want - 1).abs()))
+    assert 2e-6 < far < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "softmax"])
