@@ -659,7 +659,7 @@ def test_any_norm_and_rounding(data: st.DataObject) -> None:
 
 
 def test_rounding_of_a_row_and_a_bias_that_nearly_cancel(device: str) -> None:
-    """What is left of them is as far off as each of them, which is more than float32's share of what is left."""
+    """Their sum is as far off as each of them, by more than float32's share of the sum."""
     generator = torch.Generator().manual_seed(0)
     far = 0.0
     for _ in range(20):
