@@ -76,7 +76,8 @@ def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.mend(monkeypatch)
         # they run kernels once a process: not where a test counts launches, or replaces what kernels call
-        interpreted.takes_scalar_masks(), interpreted.computes_small_floats()
+        interpreted.takes_scalar_masks()
+        interpreted.computes_small_floats()
 
 
 @pytest.fixture(scope="module")
