@@ -174,7 +174,8 @@ class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
         layers: list[Any] = []
         for own in _library.StaticCache(config=config, max_cache_len=max_cache_len).layers:
             kind = type(own)
-            if kind is _library.DummyLayer:
+            # transformers before 5.18 has no such layer
+            if kind is getattr(_library, "DummyLayer", None):
                 layers.append(own)
                 continue
             if kind not in (_library.StaticLayer, _library.StaticSlidingWindowLayer):
