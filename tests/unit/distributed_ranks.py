@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from wavecrest import hardware
-from wavecrest.errors import InvalidArgument, RankFailed, StepRefused
+from wavecrest.errors import InvalidArgument, PlanError, RankFailed, StepRefused
 from wavecrest.integrations import distributed
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.plan import Plan
@@ -140,6 +140,56 @@ def compiled(job: distributed._Job) -> None:
     whole = torch.compile(divided, backend="aot_eager", fullgraph=True)
     assert distributed._check(job, divided, whole, INPUTS) == ""  # type: ignore[arg-type]
     say("compiled")
+
+
+def rounded(job: distributed._Job) -> None:
+    """A model whose own rounding is large allows as much, as one process does: all ranks call it in float32."""
+    deep = model_of("Llama", initializer_range=0.5).bfloat16()
+    divided = distributed.parallelize(deep)
+    other = copy.deepcopy(divided)
+    with torch.no_grad():
+        for number, parameter in enumerate(other.parameters()):
+            noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(number)) - 0.5
+            parameter.mul_((1 + noise * 2.0**-8).bfloat16())
+    problem = distributed._check(job, divided, other, INPUTS)
+    assert problem == "", problem
+    made = distributed._Reference
+    # without room for a copy on one rank
+    keep = copy.deepcopy
+    workload = from_example(divided, INPUTS)
+    if job.rank:
+        copy.deepcopy = planted_memory_error  # type: ignore[assignment]
+    reference = made(job, workload, distributed._Own(workload))
+    copy.deepcopy = keep
+    assert "no torch.float32 copy of the model (MemoryError: planted)" in reference.note, reference.note
+    assert job.rank or reference.note.startswith("rank 1: ")
+    assert reference.answer(workload.buckets["default"]) is None
+    say("rounded")
+
+
+def planted_memory_error(*_: Any) -> Any:
+    raise MemoryError("planted")
+
+
+def stored(job: distributed._Job) -> None:
+    """A plan in a file, which rank 0 reads."""
+    divided = distributed.parallelize(model_of("Llama"))
+    plan = plan_of(divided)
+    file = Path(f"{sys.argv[2]}.plan.json")
+    if job.rank == 0:
+        plan.save(file)
+    result = distributed.apply(divided, file, INPUTS)
+    assert result.refused == "" and result.local is None and result.plan.stack == list(STEPS)
+    assert type(result.model.model.layers[0].input_layernorm).__module__.startswith("wavecrest.")  # type: ignore
+    assert not type(divided.model.layers[0].input_layernorm).__module__.startswith("wavecrest.")  # type: ignore
+    missing = Path("none.json") if job.rank == 0 else file
+    try:
+        distributed.apply(divided, missing, INPUTS)
+    except (PlanError, RankFailed) as error:
+        assert "none.json" in str(error) and isinstance(error, RankFailed) == bool(job.rank), error
+    else:
+        raise AssertionError("no such file")
+    say("stored")
 
 
 def cached(job: distributed._Job) -> None:
@@ -315,7 +365,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     job = distributed._Job()
-    for part in (answers, followed, compiled, cached, commanded, not_captured, refusals, failures):
+    for part in (answers, followed, compiled, rounded, stored, cached, commanded, not_captured, refusals, failures):
         part(job)
     os._exit(0)
 

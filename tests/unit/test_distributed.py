@@ -14,8 +14,8 @@ from wavecrest.errors import InvalidArgument
 
 ROOT = Path(__file__).parents[2]
 HELD = [
-    "answers Llama", "answers Qwen2", "answers Mistral", "followed", "refused", "compiled", "cached", "own caches",
-    "commanded", "not captured", "refusals", "failures",
+    "answers Llama", "answers Qwen2", "answers Mistral", "followed", "refused", "compiled", "rounded", "stored",
+    "cached", "own caches", "commanded", "not captured", "refusals", "failures",
 ]  # fmt: skip
 
 pytest.importorskip("transformers", reason="needs the package transformers")
@@ -80,3 +80,5 @@ def test_without_a_job_is_an_error() -> None:
         distributed.parallelize(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidArgument, match=r"takes a model that distributed\.parallelize"):
         distributed.optimize(torch.nn.Linear(2, 2), torch.ones(2, 2))
+    with pytest.raises(InvalidArgument, match=r"takes a model that distributed\.parallelize"):
+        distributed.apply(torch.nn.Linear(2, 2), "plan.json", torch.ones(2, 2))

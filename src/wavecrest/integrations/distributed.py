@@ -26,9 +26,11 @@ from torch.utils import _pytree as pytree
 
 from wavecrest.errors import InvalidArgument, RankFailed, StepRefused, WavecrestError
 from wavecrest.measure.tree import is_object, iter_tensors
-from wavecrest.measure.workload import Workload, from_example
+from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer import api
 from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.gate.leaves import Answer
+from wavecrest.optimizer.gate.reference import Reference
 from wavecrest.optimizer.gate.snapshot import Snapshot, write
 from wavecrest.optimizer.options import Options
 from wavecrest.optimizer.plan import Plan
@@ -38,6 +40,7 @@ __all__ = [
     "ParallelResult",
     "RowParallel",
     "GatheredLinear",
+    "apply",
     "gather_local",
     "is_divided",
     "on_rank_zero",
@@ -60,6 +63,8 @@ RULES = frozenset(
 )
 # bytes up to which whole numbers inside of a cache, such as the position to write at, are sent from rank 0
 MOST_STATE = 1 << 16
+# in messages the original, the optimized model, and the original in higher precision
+ORIGINAL, OPTIMIZED, REFERENCE = range(3)
 
 
 # torch 2.13 deprecates the older name
@@ -361,16 +366,68 @@ def optimize(
             error = raised
     job.agree(error)
     plan = Plan.of_value(job.tell(local.plan.model_dump(mode="json") if local else None), "of rank 0")
+    return _followed(job, model, plan, example_inputs, reset, local)
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    example_inputs: Any,
+    *,
+    reset: Callable[[str], None] | None = None,
+) -> ParallelResult:
+    """Put a plan that `optimize` wrote for a divided model in force, on every rank; nothing is measured.
+
+    Rank 0 holds the answers of the whole parallel model to the accuracy gate, as `optimize` does.
+
+    Args:
+        model: of `parallelize`, over as many ranks as the plan was made for; it is not changed.
+        plan: the plan, or its file, which rank 0 reads.
+        example_inputs: as for `optimize`, the same on every rank.
+        reset: as for `optimize`.
+
+    Returns:
+        This rank's result, without `local`.
+
+    Raises:
+        RankFailed: another rank failed or ended.
+        InvalidArgument: the model has no layers that `parallelize` made.
+        PlanError: the file is no plan, or a damaged one.
+        PlanMismatch: the plan is for another architecture or shard.
+    """
+    if not is_divided(model):
+        raise InvalidArgument("distributed.apply takes a model that distributed.parallelize divided")
+    job = _Job()
+    document, error = None, None
+    if job.rank == 0:
+        try:
+            read = plan if isinstance(plan, Plan) else Plan.load(plan)
+            document = read.model_dump(mode="json")
+        except Exception as raised:
+            error = raised
+    job.agree(error)
+    return _followed(job, model, Plan.of_value(job.tell(document), "of rank 0"), example_inputs, reset, None)
+
+
+def _followed(
+    job: _Job,
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    reset: Callable[[str], None] | None,
+    local: api.OptimizeResult | None,
+) -> ParallelResult:
+    """The plan in force on every rank, or on none where the whole model's answers break the gate."""
     optimized, error = model, None
     try:
         with gather_local(model):
-            optimized = plan.apply(model, example_inputs)
+            optimized = plan.apply(model, inputs)
         for ours, theirs in zip(_shards(optimized), _shards(model), strict=True):
             ours.group = theirs.group
     except Exception as raised:
         error = raised
     job.agree(error)
-    refused = _check(job, model, optimized, example_inputs, reset)
+    refused = _check(job, model, optimized, inputs, reset)
     if refused:
         logger.warning("the plan is not in force: %s", refused)
     return ParallelResult(model if refused else optimized, plan, refused, local)
@@ -404,13 +461,14 @@ def _check(
     workload = from_example(model, inputs)
     workload.reset = reset
     own = _Own(workload)
+    reference = _Reference(job, workload, own)
     if job.rank:
-        _answer(job, (model, optimized), own)
+        _answer(job, (model, optimized), reference, own)
         return str(job.tell())
     problem = ""
     try:
-        gate = Gate.prepare(_called(job, model, workload, own), rules=RULES)
-        problem = failures(gate.check(_Caller(job, 1, optimized, own)))
+        gate = Gate.prepare(_called(job, model, workload, own), rules=RULES, reference=reference)
+        problem = failures(gate.check(_Caller(job, OPTIMIZED, optimized, own)))
     except StepRefused as error:
         problem = str(error)
     finally:
@@ -420,7 +478,7 @@ def _check(
 
 
 def _called(job: _Job, model: nn.Module, workload: Workload, own: _Own) -> Workload:
-    caller = _Caller(job, 0, model, own)
+    caller = _Caller(job, ORIGINAL, model, own)
     return Workload(caller, workload.buckets, name=workload.name, reset=workload.reset)
 
 
@@ -510,9 +568,6 @@ class _Caller(nn.Module):
         # past nn.Module and copies: a job cannot be copied
         self._tell, self._own = job.tell, own
 
-    def __deepcopy__(self, memo: Any) -> _Caller:
-        raise TypeError("a model over several ranks has no copy in higher precision")
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer of the parallel model."""
         self._tell((self.number, self._own.sent((args, kwargs))))
@@ -520,10 +575,34 @@ class _Caller(nn.Module):
             return self.model(*args, **kwargs)
 
 
-def _answer(job: _Job, models: tuple[nn.Module, ...], own: _Own) -> None:
+class _Reference(Reference):
+    """The parallel model in higher precision: a copy of each rank's shard, which all ranks call together."""
+
+    def __init__(self, job: _Job, workload: Workload, own: _Own) -> None:
+        super().__init__(workload)
+        self._job, self._own = job, own
+        notes: list[str] = [""] * job.ranks
+        dist.all_gather_object(notes, self.note, group=job.group)
+        for rank, note in enumerate(notes):
+            if note and not self.note:
+                # what one rank has no memory for, none calls
+                self._model, self.note = None, f"rank {rank}: {note}"
+
+    def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:
+        """As `Reference.answer`; rank 0 makes the others call too."""
+        if self._model is not None and self._job.rank == 0:
+            self._job.tell((REFERENCE, self._own.sent((inputs.args, dict(inputs.kwargs)))))
+        with _ended():
+            return super().answer(inputs)
+
+
+def _answer(job: _Job, models: tuple[nn.Module, nn.Module], reference: Reference, own: _Own) -> None:
     while (message := job.tell()) is not None:
         number, sent = message
         args, kwargs = own.received(sent)
+        if number == REFERENCE:
+            reference.answer(Inputs(args, kwargs))
+            continue
         # what a rank cannot capture, none can: rank 0 meets the same refusal and says so
         with torch.no_grad(), _ended(), suppress(StepRefused):
             models[number](*args, **kwargs)

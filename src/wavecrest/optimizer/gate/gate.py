@@ -82,6 +82,7 @@ class Gate:
         seed: int | None = None,
         rules: frozenset[str] = ALL_RULES,
         now: Callable[[], float] = time.perf_counter,
+        reference: Reference | None = None,
     ) -> Gate:
         """Run the original and its high-precision copy on every bucket and set of values.
 
@@ -91,12 +92,13 @@ class Gate:
             seed: of the values; None draws one, which the summary names.
             rules: names of `rules.RULES` in force.
             now: where time comes from.
+            reference: the original in higher precision; None: a copy of it.
         """
         if seed is None:
             seed = secrets.randbits(32) if "seeds" in rules else 0
         gate = cls(workload, dtype or workload.dtype, seed, rules, now=now)
         with gate._timed():
-            gate._prepare()
+            gate._prepare(reference or Reference(workload))
         return gate
 
     @classmethod
@@ -116,8 +118,7 @@ class Gate:
 
     # ---- the original
 
-    def _prepare(self) -> None:
-        reference = Reference(self.workload)
+    def _prepare(self, reference: Reference) -> None:
         preparation = Preparation(self.workload, reference, self.seed, self.rules, self.now)
         for bucket in self.workload.buckets:
             # as before every call: what the last one has written is not written again by the next
