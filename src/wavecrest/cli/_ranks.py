@@ -98,7 +98,7 @@ def optimize(
                 **options,
                 **files,
             )
-        # a process group with collectives in a graph that is alive does not end (NCCL 2.28)
+        # with a graph alive that has collectives, NCCL 2.28.9 does not return (two H200s, 2026-11-26)
         result = replace(result, model=torch.nn.Identity())
         del loaded
         gc.collect()

@@ -71,6 +71,10 @@ ORIGINAL, OPTIMIZED, REFERENCE = range(3)
 _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
+# by name, which modules hold: a process group cannot be copied
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
 class _Sharded(nn.Module):
     """A layer whose weight is divided; `group` names the ranks that results are put together over, "" for none."""
 
@@ -86,7 +90,14 @@ class RowParallel(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K / ranks] to [..., N], the same on every rank."""
         y: Tensor = self.linear(x)
-        return _waited(collectives.all_reduce(y, "sum", self.group)) if self.group else y
+        if not self.group:
+            return y
+        group = _groups.get(self.group)
+        if group is None or torch.compiler.is_compiling() or y.requires_grad or not y.is_contiguous():
+            return _waited(collectives.all_reduce(y, "sum", self.group))
+        # the functional one takes the host 74 µs and this one 4 (a process group that sends nothing, CPU, 2026-11-26)
+        dist.all_reduce(y, group=group)
+        return y
 
 
 class GatheredLinear(_Sharded):
@@ -132,6 +143,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
         raise InvalidArgument(f"parallelize takes a mesh of one dimension, not {mesh.ndim}")
     styles = _styles(model, mesh.size())
     group = mesh.get_group().group_name
+    _groups[group] = mesh.get_group()
     sharded = {id(p) for path, style in styles.items() if style for p in model.get_submodule(path).parameters()}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in sharded and not tensor.is_meta:
