@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument
-from wavecrest.integrations.tirex import _Cell, _Recurrence, patch_tirex
+from wavecrest.integrations.tirex import _Cell, _Memory, _Recurrence, patch_tirex
+from wavecrest.ops import mlstm_sequence
 
 WITHOUT = "compares with {0}, which is not installed (pip install --no-deps {0}, and what it imports)"
 HEADS, DIM = 2, 16
@@ -65,8 +67,33 @@ def test_cells_are_the_formulas(first: bool) -> None:
         torch.testing.assert_close(own.double(), last, rtol=1e-5, atol=1e-5)
 
 
+class _MemoryLayer(nn.Module):
+    """An mLSTM layer as TiRex-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlstm_backend = nn.Identity()
+        self.mlstm_backend.config = SimpleNamespace(eps=1e-3)  # type: ignore[assignment]
+
+
+_MemoryLayer.__name__, _MemoryLayer.__module__ = "mLSTMLayer", "tirex2.model.component.mlstm_block"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_mlstm_layers_are_the_formulas(dtype: torch.dtype | None) -> None:
+    model = patch_tirex(nn.Sequential(_MemoryLayer(), nn.Linear(2, 2)), dtype=dtype)
+    assert type(model[0].mlstm_backend) is _Memory and not model.state_dict().keys() ^ {"1.weight", "1.bias"}
+    q, k, v = (_random(2, HEADS, 70, DIM, seed=seed) for seed in (1, 2, 3))
+    i, f = (_random(2, HEADS, 70, seed=seed) for seed in (4, 5))
+    h = model[0].mlstm_backend(q=q, k=k, v=v, i=i, f=f)
+    wanted = mlstm_sequence(q.double(), k.double(), v.double(), i.double(), f.double(), eps=1e-3)
+    assert h.dtype == torch.float32 and _apart(h.double(), wanted) < (1e-5 if dtype is None else 2**-5)
+    with pytest.raises(InvalidArgument, match="not patched yet"):
+        patch_tirex(model)
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="Linear has no sLSTM layer of these packages"):
+    with pytest.raises(InvalidArgument, match="Linear has no sLSTM or mLSTM layer of these packages"):
         patch_tirex(nn.Linear(3, 3))
     with pytest.raises(InvalidArgument, match="dtype takes"):
         patch_tirex(nn.Linear(3, 3), dtype=torch.int8)

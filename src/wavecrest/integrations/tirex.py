@@ -1,4 +1,4 @@
-"""TiRex and TiRex-2 (time series): the recurrence of their sLSTM layers by wavecrest's op, in place."""
+"""TiRex and TiRex-2 (time series): the recurrence of their sLSTM and mLSTM layers by wavecrest's ops, in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops import slstm_sequence
+from wavecrest.ops import mlstm_chunkwise, slstm_sequence
 
 
 class _Cell(nn.Module):
@@ -45,6 +45,20 @@ class _Recurrence:
         return h[None].to(Wx.dtype), torch.stack(last)[:, :, None].to(Wx.dtype)
 
 
+class _Memory(nn.Module):
+    """The call of an mLSTM layer of TiRex-2 that package mlstm_kernels would run."""
+
+    def __init__(self, eps: float, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.eps, self.dtype = eps, dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        """h [B, NH, S, DV] of q, k [B, NH, S, DK], v [B, NH, S, DV] and gates i, f [B, NH, S]."""
+        dtype = q.dtype if self.dtype is None else self.dtype
+        h: Tensor = mlstm_chunkwise(q.to(dtype), k.to(dtype), v.to(dtype), i, f, eps=self.eps)
+        return h.to(q.dtype)
+
+
 def _run(x: Tensor, r: Tensor, bias: Tensor, before: Tensor | None, dtype: torch.dtype | None) -> Any:
     """`slstm_sequence` of x [B, S, 4, NH, D], r [NH, D, 4, D], bias [NH, 4, D] and states h, c, n and m."""
     dtype = x.dtype if dtype is None else dtype
@@ -56,17 +70,18 @@ def _run(x: Tensor, r: Tensor, bias: Tensor, before: Tensor | None, dtype: torch
 
 
 def patch_tirex(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make the sLSTM layers of a TiRex or TiRex-2 model run on `wavecrest.ops.slstm_sequence`, in place.
+    """Make the layers of a TiRex or TiRex-2 model run on `wavecrest.ops`, in place.
 
-    No compiler and no other package of kernels is needed then, on a CPU, an AMD or an NVIDIA GPU: neither nvcc nor
-    package flashrnn. Parameters and state dict stay the same. States are float32 within a call, where TiRex rounds
-    them to bfloat16 after each token, so that forecasts differ by that rounding.
+    sLSTM layers run on `slstm_sequence`, mLSTM layers of TiRex-2 on `mlstm_chunkwise`. No compiler and no other package
+    of kernels is needed then, on a CPU, an AMD or an NVIDIA GPU: neither nvcc nor package flashrnn. Parameters and
+    state dict stay the same. States are float32 within a call, where TiRex rounds them to bfloat16 after each token, so
+    that forecasts differ by that rounding.
 
     Args:
         model: a loaded model of package tirex-ts or tirex-2, or a module with such layers. For TiRex take the backend
             "torch", which loads nothing.
-        dtype: of gates and recurrent weights; None: that of the layer's input. torch.bfloat16 is what TiRex computes
-            in.
+        dtype: of sLSTM gates and recurrent weights, of q, k and v; None: that of the layer's input. torch.bfloat16 is
+            what TiRex computes in.
 
     Returns:
         The model.
@@ -80,15 +95,19 @@ def patch_tirex(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     found = list(model.modules())
     cells = [(part, part.slstm_cell) for part in found if _is(getattr(part, "slstm_cell", None), "tirex", "sLSTMCell")]
     layers = [part for part in found if _is(part, "tirex2", "_FlashRNNLayer") and "slstm_flashrnn" not in vars(part)]
-    if not cells and not layers:
+    memories = [part for part in found if _is(part, "tirex2", "mLSTMLayer") and type(part.mlstm_backend) is not _Memory]
+    if not cells and not layers and not memories:
         raise InvalidArgument(
             f"patch_tirex takes a model of package tirex-ts or tirex-2 that is not patched yet; {type(model).__name__} "
-            "has no sLSTM layer of these packages"
+            "has no sLSTM or mLSTM layer of these packages"
         )
     for owner, cell in cells:
         owner.slstm_cell = _Cell(cell, dtype).train(owner.training)
     for layer in layers:
         layer.slstm_flashrnn = _Recurrence(dtype)  # type: ignore[assignment]
+    for memory in memories:
+        backend: Any = memory.mlstm_backend
+        memory.mlstm_backend = _Memory(backend.config.eps, dtype).train(memory.training)
     return model
 
 
