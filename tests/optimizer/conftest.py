@@ -69,6 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
         copied: bool = False,
         quantize: str | None = None,
         quality: str | None = None,
+        min_gain: float = 0.02,
         **more: Any,
     ) -> OptimizeResult:
         if not copied:
@@ -76,8 +77,9 @@ def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
             monkeypatch.setattr(copies, "problem", lambda made: "" if made.spec else "its time is simulated")
         monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
         options = Options(
-            level=4, budget=budget, precision=precision, steps=only, skip=skip, quantize=quantize, quality=quality
-        )
+            level=4, min_gain=min_gain, budget=budget, precision=precision, steps=only, skip=skip, quantize=quantize,
+            quality=quality,
+        )  # fmt: skip
         workload = workload or from_example(*slow())
         return optimizer.run(workload, options, now=CLOCK, analysis=analysis or NoAnalysis(workload), **more)
 

@@ -187,6 +187,25 @@ def test_resume_refuses_another_model(run: Run, tmp_path: Path) -> None:
         run(Interrupts(), workload=other, out=tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({}, {"min_gain": 0.1}, "had min_gain 0.02: give the same options"),
+        ({"quantize": "int8", "quality": 0.01}, {}, "had quantize int8, quality 0.01:"),
+        ({}, {"quantize": "int8", "quality": 0.01}, "had quantize none, quality none:"),
+        ({}, {"precision": "bf16"}, "had precision none:"),
+    ],
+)
+def test_resume_refuses_other_allowances(
+    run: Run, tmp_path: Path, then: dict[str, Any], now: dict[str, Any], said: str
+) -> None:
+    Interrupts.armed = True
+    with pytest.raises(OptimizeInterrupted):
+        run(Interrupts(), out=tmp_path, **then)
+    with pytest.raises(PlanMismatch, match=said):
+        run(Interrupts(), out=tmp_path, resume=True, **now)
+
+
 def test_reverted_step_is_retried_once_after_the_ground_changed(run: Run) -> None:
     result = run(AddPause(), TakePauseOut())
     tries = [(row.id, row.attempt, row.verdict) for row in result.record.steps]

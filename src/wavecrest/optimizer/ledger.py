@@ -66,6 +66,7 @@ class Ledger:
             level=options.level,
             min_gain=options.min_gain,
             budget_seconds=options.budget,
+            allowed=options.allowed,
             baseline=[],
         )
 
@@ -89,7 +90,7 @@ class Ledger:
 
         Raises:
             PlanError, RecordError: the files of the interrupted run are damaged.
-            PlanMismatch: it ran on another model, architecture or other versions.
+            PlanMismatch: it ran on another model, architecture or other versions, or was allowed something else.
         """
         assert self.folder is not None
         if not any((self.folder / name).exists() for name in (PLAN_FILE, RUN_FILE)):
@@ -102,6 +103,10 @@ class Ledger:
             raise PlanMismatch(
                 f"the interrupted run was made with other versions ({'; '.join(differences)}); start anew"
             )
+        allowed = self.record.allowed or {}
+        others = [f"{name} {was or 'none'}" for name, was in (before.allowed or {}).items() if allowed[name] != was]
+        if others:
+            raise PlanMismatch(f"the interrupted run had {', '.join(others)}: give the same options, or start anew")
         decided = {(step.id, step.attempt) for step in plan.steps}
         # samples of variables are named after them, "environment NAME=VALUE"
         kept = [

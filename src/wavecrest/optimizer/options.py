@@ -118,6 +118,17 @@ class Options:
 
         return Wish.of(self.quantize, self.quality)
 
+    @property
+    def allowed(self) -> dict[str, str]:
+        """The options that verdicts rest on, by name; two runs with the same ones judge a step alike."""
+        wish = self.wish
+        return {
+            "min_gain": f"{self.min_gain:g}",
+            "precision": self.precision or "",
+            "quantize": ",".join(wish.formats) if wish else "",
+            "quality": f"{wish.quality:g}" if wish else "",
+        }
+
 
 class Progress(Protocol):
     """Receiver of progress messages: a display, or one that drops them."""

@@ -361,6 +361,8 @@ class OptimizeRecord(Model):
     level: int
     min_gain: float
     budget_seconds: float
+    # what the user allowed; a record of before 2026-11-26 does not say
+    allowed: dict[str, str] | None = None
     baseline: list[BucketBench]
     # the original against itself, by bucket: differences below this share are not resolved here
     resolution: dict[str, float] = Field(default_factory=dict)
