@@ -31,9 +31,14 @@ def test_races_are_found_and_a_clean_kernel_has_none(run_child: Child) -> None:
 
 
 @pytest.mark.slow
-def test_a_matrix_kernel_matches_pytorch(run_child: Child) -> None:
-    done = run_child("tests.emulated.cases", "gfx950", "matmul float16")
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    # gfx90a has opcodes of its own for the last two
+    [("gfx950", "float16"), ("gfx90a", "bfloat16"), ("gfx90a", "int8")],
+)
+def test_a_matrix_kernel_matches_pytorch(run_child: Child, arch: str, dtype: str) -> None:
+    done = run_child("tests.emulated.cases", arch, f"matmul {dtype}")
     assert done.returncode == 0, done.stderr[-2000:]
-    row = json.loads(done.stdout)["matmul float16"]
+    row = json.loads(done.stdout)[f"matmul {dtype}"]
     assert not row["problem"], row["problem"]
     assert row["error"] <= row["allowed"] and row["matrix"] > 0, row

@@ -235,6 +235,39 @@ def test_scalar_opcodes(cdna: Any) -> None:
     assert m.s[256] == 0x1004
 
 
+@pytest.mark.parametrize(
+    ("code", "name", "words"),
+    [
+        ("0080d4d302050204", "V_MFMA_I32_32X32X8_I8", (16, 1)),
+        ("0080d5d302050204", "V_MFMA_I32_16X16X16_I8", (4, 1)),
+        ("0080e3d302050204", "V_MFMA_F32_32X32X4_2B_BF16", (32, 2)),
+        ("0080e4d302050204", "V_MFMA_F32_16X16X4_4B_BF16", (16, 2)),
+        ("0080e5d302050204", "V_MFMA_F32_4X4X4_16B_BF16", (4, 2)),
+        ("0080e6d302050204", "V_MFMA_F32_32X32X8_BF16", (16, 2)),
+        ("0080e7d302050204", "V_MFMA_F32_16X16X16_BF16", (4, 2)),
+        ("0080cdd302050204", "V_MFMA_F32_16X16X16_F16", (4, 2)),
+    ],
+)
+def test_matrix_opcodes_of_gfx90a(cdna: Any, code: str, name: str, words: tuple[int, int]) -> None:
+    """The first seven are gfx90a's own; LLVM's assembler made the bytes: v_mfma_… a[0:n], v[2:3], v[2:3], a[0:n]."""
+    raw = bytes.fromhex(code) + bytes(8)
+    inst = decode.decode(raw, "gfx90a")
+    assert decode.name(inst, raw, "gfx90a") == name
+    assert (inst.op_regs["vdst"], inst.op_regs["src0"]) == words
+    _, fields = decode.action(name, inst, raw, "gfx90a") or ("", {})
+    assert (fields["s0"], fields["s1"], fields["acc_cd"], fields["vdst"]) == (2, 2, 1, 0)
+
+
+def test_gfx90a_has_no_later_matrix_opcodes(cdna: Any) -> None:
+    # v_mfma_f32_16x16x8_bf16 of gfx908, and what gfx942 has there
+    with pytest.raises(NotImplementedError, match="matrix instruction of gfx90a with opcode 0x6d"):
+        decode.decode(bytes.fromhex("0080edd302050204") + bytes(8), "gfx90a")
+    with pytest.raises(NotImplementedError, match="opcode 0x57"):
+        decode.decode(bytes.fromhex("0080d7d302050204") + bytes(8), "gfx90a")
+    raw = bytes.fromhex("0080d7d302050204") + bytes(8)
+    assert decode.name(decode.decode(raw, "gfx942"), raw, "gfx942") == "V_MFMA_I32_16X16X32_I8"
+
+
 def test_a_part_that_has_no_meaning_here_is_said(cdna: Any) -> None:
     m = Machine()
     with pytest.raises(NotUnderstood, match="clamped result"):

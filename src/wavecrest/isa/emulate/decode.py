@@ -43,6 +43,25 @@ _ONLY_GOES_ON = re.compile(
 )
 
 
+# the first 9 bits of a packed or matrix instruction of gfx9
+_VOP3P = 0b110100111
+# matrix instructions of gfx90a with the opcodes of tinygrad's tables, which are gfx942's and gfx950's; 0x58 and 0x59 move
+# accumulation registers
+_GFX90A_SAME = frozenset(
+    (*range(0x40, 0x43), 0x44, 0x45, *range(0x48, 0x4B), 0x4C, 0x4D, *range(0x50, 0x53), 0x58, 0x59, 0x6E, 0x6F)
+)
+# those with opcodes of its own (LLVM's VOP3PInstructions.td): the opcode of one with as many registers, and the name
+_GFX90A = {
+    0x54: (0x44, "V_MFMA_I32_32X32X8_I8"),
+    0x55: (0x45, "V_MFMA_I32_16X16X16_I8"),
+    0x63: (0x5D, "V_MFMA_F32_32X32X4_2B_BF16"),
+    0x64: (0x5E, "V_MFMA_F32_16X16X4_4B_BF16"),
+    0x65: (0x5F, "V_MFMA_F32_4X4X4_16B_BF16"),
+    0x66: (0x60, "V_MFMA_F32_32X32X8_BF16"),
+    0x67: (0x61, "V_MFMA_F32_16X16X16_BF16"),
+}
+
+
 def family(arch: str) -> str:
     """tinygrad's name of an architecture's instruction set."""
     for prefix, name in (("gfx9", "cdna"), ("gfx11", "rdna3"), ("gfx12", "rdna4")):
@@ -66,7 +85,24 @@ def decode(raw: bytes, arch: str) -> Any:
     if kind == "cdna" and word >> 16 != 0xD3AC:
         # tinygrad takes what precedes an f8f6f4 MFMA for its scale prefix
         raw = raw[:8] + bytes(8)
+    if (op := _gfx90a_opcode(raw, arch)) in _GFX90A:
+        raw = (word ^ (op ^ _GFX90A[op][0]) << 16).to_bytes(4, "little") + raw[4:]
+    elif op is not None and op not in _GFX90A_SAME:
+        raise NotImplementedError(f"a matrix instruction of gfx90a with opcode {op:#x}")
     return opcodes.decode(raw, kind)
+
+
+def name(inst: Any, raw: bytes, arch: str) -> str:
+    """The name of an instruction that `decode` made of `raw`."""
+    op = _gfx90a_opcode(raw, arch)
+    return _GFX90A[op][1] if op in _GFX90A else opcodes.name(inst)
+
+
+def _gfx90a_opcode(raw: bytes, arch: str) -> int | None:
+    """The opcode of a matrix instruction of gfx90a; None for all others."""
+    word = int.from_bytes(raw[:4], "little")
+    op = word >> 16 & 0x7F
+    return op if arch == "gfx90a" and word >> 23 == _VOP3P and op >= 0x40 else None
 
 
 @dataclass(frozen=True)

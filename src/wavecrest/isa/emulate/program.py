@@ -266,7 +266,7 @@ class Program:
 
     def _set_facts(self, index: int) -> None:
         inst, raw = self._decoded[index]
-        self.facts[index].set(effects.facts(opcodes.name(inst), inst, raw))
+        self.facts[index].set(effects.facts(decode.name(inst, raw, self.code.arch), inst, raw))
 
     def prepare_watch(self) -> None:
         """Have what the watch needs to know of each instruction.
@@ -284,7 +284,7 @@ class Program:
     def _step(self, raw: bytes) -> _Step:
         """Decode an instruction and find the action or the function that runs it."""
         arch, inst = self.code.arch, decode.decode(raw, self.code.arch)
-        name, size, code = opcodes.name(inst), inst.size(), raw
+        name, size, code = decode.name(inst, raw, arch), inst.size(), raw
         action = None
         if (taken_apart := decode.dpp(inst, raw, arch)) is not None:
             code, size = taken_apart.plain + bytes(16), taken_apart.size
