@@ -45,8 +45,8 @@ _ONLY_GOES_ON = re.compile(
 
 # the first 9 bits of a packed or matrix instruction of gfx9
 _VOP3P = 0b110100111
-# matrix instructions of gfx90a with the opcodes of tinygrad's tables, which are gfx942's and gfx950's; 0x58 and 0x59 move
-# accumulation registers
+# matrix instructions of gfx90a with the opcodes of tinygrad's tables, which are gfx942's and gfx950's; 0x58 and 0x59
+# move accumulation registers
 _GFX90A_SAME = frozenset(
     (*range(0x40, 0x43), 0x44, 0x45, *range(0x48, 0x4B), 0x4C, 0x4D, *range(0x50, 0x53), 0x58, 0x59, 0x6E, 0x6F)
 )
