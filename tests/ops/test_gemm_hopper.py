@@ -23,6 +23,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._gemm import backend as gemm_backend
 from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm import kernel_hopper as hopper_kernel
 from wavecrest.ops._gemm import launch_hopper as hopper_launch
@@ -157,6 +158,23 @@ def test_the_same_bits_each_time_and_in_a_graph(hopper: AnyOp) -> None:
         assert len(kernels) == before, "compiled anew for a size"
     finally:
         hopper.force(None)
+
+
+@pytest.mark.gpu
+def test_in_a_compiled_function(hopper: AnyOp) -> None:
+    """As one operation, which finds the pinned kernel when it runs."""
+    call = plain(300, 256, 128, F16, bias=biases(256)[0], activation="gelu")
+
+    def layer(x: Tensor) -> Tensor:
+        return 2 * hopper(call._replace(a=x))
+
+    hopper.pin(hopper.key(call), HOPPER, configs.hopper(), "user", "for this test")
+    try:
+        wanted = 2 * hopper.run(HOPPER, call, config=configs.hopper())
+        with torch.no_grad():
+            assert same_bits(torch.compile(layer, fullgraph=True)(call.a), wanted)
+    finally:
+        hopper.unpin()
 
 
 def _activate(x: Tensor, slope: float, activation: int) -> Tensor:
@@ -315,10 +333,14 @@ def test_the_portable_kernel_says_why_it_runs(as_sm_90: None) -> None:
         assert ran.pop() is a
 
 
-def test_it_is_not_for_torch_compile(as_sm_90: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_torch_compile_it_is_one_operation(as_sm_90: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call = gated(20, 40, 64, device="cpu")
+    asked: list[GemmCall] = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "torch.compile does not trace" in str(hopper_launch.refusal(call))
+    monkeypatch.setattr(gemm_backend, "_in_graph", asked.append)
+    assert hopper_launch.refusal(call) is None and _hopper.refusal() is not None
+    gemm_backend._run_hopper(call, configs.hopper())
+    assert asked == [call]
 
 
 def test_it_is_for_sm_90(device: str) -> None:

@@ -124,6 +124,11 @@ def _bind_hopper(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]
     return _hopper.bind(call, config, _portable(call))
 
 
+def _run_hopper(call: GemmCall, config: Config) -> Tensor:
+    """One call; inside torch.compile as one operation of the graph, since a launch makes the descriptors."""
+    return _in_graph(call) if torch.compiler.is_compiling() else _bind_hopper(call, config)(call)
+
+
 def _bind_cdna(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
     return _cdna.bind(call, config, _portable(call))
 
@@ -159,6 +164,7 @@ op.attach_kernel(
 op.attach_kernel(
     "triton_hopper",
     _bind_hopper,
+    run=_run_hopper,
     refuse=_refuse_hopper,
     opt_in=_opt_in,
     priority=PRIORITY,

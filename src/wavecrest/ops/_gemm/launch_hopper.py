@@ -29,7 +29,7 @@ GROUPS = 2
 
 def refusal(call: GemmCall) -> str | None:
     """The reason why the kernel cannot run a call that the kernels over tiles take."""
-    reason = _hopper.refusal()
+    reason = _hopper.refusal(in_graphs=True)
     if reason is not None:
         return reason
     if call.a.dtype not in (torch.float16, torch.bfloat16) or {call.b.dtype, call.dtype} != {call.a.dtype}:

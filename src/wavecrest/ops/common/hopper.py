@@ -16,11 +16,11 @@ from wavecrest.ops.common.triton import gl, gluon, hopper
 MULTIPLIES = gl.constexpr(240)
 
 
-def refusal() -> str | None:
-    """Why no call runs such a kernel here and now."""
+def refusal(in_graphs: bool = False) -> str | None:
+    """Why no call runs such a kernel here and now; `in_graphs`: a call inside torch.compile is one operation."""
     if _triton.no_gluon is not None:
         return _triton.no_gluon
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not in_graphs:
         return "its descriptors are made by a launch, which torch.compile does not trace"
     arch = _target.arch()
     if arch is None or arch.name != "sm_90" or _triton.interpreted:
