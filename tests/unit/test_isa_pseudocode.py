@@ -258,6 +258,13 @@ def test_matrix_opcodes_of_gfx90a(cdna: Any, code: str, name: str, words: tuple[
     assert (fields["s0"], fields["s1"], fields["acc_cd"], fields["vdst"]) == (2, 2, 1, 0)
 
 
+def test_gfx90a_writes_its_cache_back(cdna: Any) -> None:
+    """buffer_wbinvl1_vol, which has no effect here."""
+    raw = bytes.fromhex("0000fce000000000") + bytes(8)
+    inst = decode.decode(raw, "gfx90a")
+    assert decode.NO_EFFECT.match(decode.name(inst, raw, "gfx90a")) and inst.size() == 8
+
+
 def test_gfx90a_has_no_later_matrix_opcodes(cdna: Any) -> None:
     # v_mfma_f32_16x16x8_bf16 of gfx908, and what gfx942 has there
     with pytest.raises(NotImplementedError, match="matrix instruction of gfx90a with opcode 0x6d"):

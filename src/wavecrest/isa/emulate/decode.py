@@ -60,6 +60,8 @@ _GFX90A = {
     0x66: (0x60, "V_MFMA_F32_32X32X8_BF16"),
     0x67: (0x61, "V_MFMA_F32_16X16X16_BF16"),
 }
+# of buffer_wbinvl1_vol, which the tables lack, and of buffer_inv in its place: opcodes of MUBUF
+_WBINVL1_VOL, _INV = 0x3F, 0x29
 
 
 def family(arch: str) -> str:
@@ -85,6 +87,8 @@ def decode(raw: bytes, arch: str) -> Any:
     if kind == "cdna" and word >> 16 != 0xD3AC:
         # tinygrad takes what precedes an f8f6f4 MFMA for its scale prefix
         raw = raw[:8] + bytes(8)
+    if arch == "gfx90a" and word >> 26 == 0b111000 and word >> 18 & 0x7F == _WBINVL1_VOL:
+        raw = (word ^ (_WBINVL1_VOL ^ _INV) << 18).to_bytes(4, "little") + raw[4:]
     if (op := _gfx90a_opcode(raw, arch)) in _GFX90A:
         raw = (word ^ (op ^ _GFX90A[op][0]) << 16).to_bytes(4, "little") + raw[4:]
     elif op is not None and op not in _GFX90A_SAME:
