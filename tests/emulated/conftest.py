@@ -1,4 +1,4 @@
-"""One process an architecture and kind, started when first asked for, both architectures side by side.
+"""One process an architecture and kind, started when first asked for, architectures side by side.
 
 Kernels defined for Triton's interpreter cannot be compiled, so the processes run without TRITON_INTERPRET.
 """
@@ -19,7 +19,7 @@ import pytest
 
 from wavecrest.errors import EnvironmentProblem
 
-ARCHS = ("gfx942", "gfx950")
+ARCHS = ("gfx90a", "gfx942", "gfx950")
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,4 +1,4 @@
-"""Every op's kernel with its shipped configurations, as machine code of gfx942 and gfx950, against its oracle."""
+"""Every op's kernel with its shipped configurations, as machine code of gfx90a, gfx942 and gfx950, against its oracle."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ def test_op_matches_its_oracle(emulated: Emulated, arch: str, op: str) -> None:
     for case in mine:
         assert case["outcome"] in ("ok", "refused"), case
         assert case["outcome"] == "refused" or case["work"]["instructions"] > 0, case
-    # a kernel may decline a dtype or strides, not everything
-    assert any(case["outcome"] == "ok" for case in mine), [case["reason"] for case in mine]
+    # a kernel may decline a dtype or strides, not everything, unless the architecture lacks what the op is for
+    reasons = [case["reason"] for case in mine]
+    assert any(case["outcome"] == "ok" for case in mine) or all("gfx90a has no float8" in one for one in reasons), (
+        reasons
+    )
 
 
 @pytest.mark.every_emulated

@@ -228,6 +228,27 @@ class CodeObject:
                 values += known.get(bit, [0] * count)
         return values
 
+    @property
+    def has_scratch_buffer(self) -> bool:
+        """Whether s0 to s3 describe the scratch memory of a wave, as on gfx90a; later ones have instructions for it."""
+        return bool(self.properties & 1) and self.scratch > 0
+
+    def scratch_buffer(self, address: int) -> list[int]:
+        """The descriptor of a wave's scratch memory: `scratch` bytes a lane, not swizzled.
+
+        Raises:
+            Unsupported: more than a stride of 18 bits.
+        """
+        if self.scratch >= 1 << 18:
+            raise Unsupported(f"the kernel has {self.scratch:,} bytes of scratch memory a lane, more than 18 bits hold")
+        stride, add_tid = self.scratch, 1 << 23
+        return [
+            address & 0xFFFFFFFF,
+            address >> 32 | (stride & 0x3FFF) << 16,
+            self.scratch,
+            add_tid | stride >> 14 << 15,
+        ]
+
     def where(self, address: int) -> str:
         """Function and offset of a host address in the code."""
         offset = address - self.base

@@ -91,6 +91,8 @@ class _Wave:
         self.acc = np.zeros((_VGPRS, wave), np.uint32) if wave == 64 else self.v
         self.scratch = np.zeros(max(code.scratch * wave, 8), np.uint8)
         s[: len(group.user_sgprs)] = group.user_sgprs
+        if code.has_scratch_buffer:
+            s[:4] = code.scratch_buffer(self.scratch.ctypes.data)
         x, y, z = group.id
         if program.family == "rdna4":
             s[_TTMP + 9], s[_TTMP + 7] = x, y | z << 16

@@ -100,6 +100,9 @@ static void buffer_atomic(Wave* w, const Buffer* p, u32* file, int lane, u64 add
   if (p->returns) write_register(file, p->vdata, wave, lane, bytes, old);
 }
 
+/* ADD_TID_ENABLE, as of scratch memory on gfx90a: each lane is a stride further, which has 4 more bits then. */
+static int is_scratch(const u32* descriptor) { return descriptor[3] >> 23 & 1; }
+
 /* buffer_*: what lies outside the buffer reads as zero and is not written; a check per 4 bytes. */
 static void buffer(Wave* w, const Buffer* p) {
   int wave = p->wave, bytes = p->bytes;
@@ -107,12 +110,16 @@ static void buffer(Wave* w, const Buffer* p) {
   const u32* descriptor = w->s + p->srsrc;
   u64 base = descriptor[0] | (u64)(descriptor[1] & 0xffff) << 32, size = descriptor[2];
   u32 stride = descriptor[1] >> 16 & 0x3fff, *file = p->acc ? w->acc : w->v;
+  int scratch = is_scratch(descriptor);
+  if (scratch) stride |= (descriptor[3] >> 15 & 15) << 14;
   for (int l = 0; l < wave; l++) {
     if (!(exec >> l & 1)) continue;
     u64 offset = (u32)p->offset;
     if (p->offen) offset += w->v[(p->vaddr + (p->idxen ? 1 : 0)) * wave + l];
     if (p->idxen) offset += (u64)stride * w->v[p->vaddr * wave + l];
-    u64 address = base + w->s[p->soffset] + offset;
+    /* the SGPR's offset is one of all lanes, whose memory is interleaved on the hardware */
+    if (scratch) offset += w->s[p->soffset] / wave;
+    u64 address = base + offset + (scratch ? (u64)stride * l : w->s[p->soffset]);
     if (p->op >= 0) {
       buffer_atomic(w, p, file, l, address, offset + bytes <= size);
       continue;

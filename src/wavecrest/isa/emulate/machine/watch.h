@@ -364,6 +364,11 @@ static void watch_buffer(Watched* h, Wave* w, const Buffer* p, u64 at) {
   if (p->soffset < 128) look_at_address(h, p->soffset, 1, exec, at);
   for (int l = 0; l < wave; l++) {
     if (!(exec >> l & 1)) continue;
+    if (is_scratch(descriptor)) {
+      /* spilled registers may be parts of wider ones that nothing wrote */
+      if (p->op == OP_LOAD) set_loaded(h, base + p->vdata, bytes, l, 0, at);
+      continue;
+    }
     u64 offset = (u32)p->offset;
     if (p->offen) offset += w->v[(p->vaddr + (p->idxen ? 1 : 0)) * wave + l];
     if (p->idxen) offset += (u64)stride * w->v[p->vaddr * wave + l];
