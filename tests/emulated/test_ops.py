@@ -1,4 +1,4 @@
-"""Every op's kernel with its shipped configurations, as machine code of gfx90a, gfx942 and gfx950, against its oracle."""
+"""Every op's kernel with its shipped configurations, as machine code of CDNA, against its oracle."""
 
 from __future__ import annotations
 
