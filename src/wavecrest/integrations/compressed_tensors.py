@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
-from wavecrest.models.xlstm.loader import weight_files
+from wavecrest.integrations import _folders
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
 from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
-from wavecrest.quantizer import saved
-from wavecrest.quantizer.api import bytes_of, loaded
 from wavecrest.quantizer.result import Quantized
-from wavecrest.records import decode
 
 METHOD = "compressed-tensors"
 # entries of a quantized layer
@@ -55,7 +52,7 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
     """
     path = Path(folder)
     groups = _config(path)
-    tensors = _tensors(path)
+    tensors = _folders.tensors_of(path)
     own = model.state_dict(keep_vars=True)
     formats: dict[str, str] = {}
     for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
@@ -74,29 +71,13 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
             tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
     if not formats:
         raise CheckpointError(f"{path} has no quantized layer: no entry ends with {SCALE}")
-    for name, value in own.items():
-        held = tensors.get(name)
-        if held is not None and not isinstance(held, PackedWeight) and held.is_floating_point():
-            tensors[name] = held.to(value.dtype)
-    # tied weights are in a file once
-    for name, value in own.items():
-        other = next((one for one, held in own.items() if held is value and one in tensors), None)
-        if name not in tensors and other is not None:
-            tensors[name] = tensors[other]
-    before = bytes_of(model)
-    changes = saved.place(model, saved.Saved(tensors, formats), str(path), device)
-    return loaded(model, formats, changes, before)
+    return _folders.put(model, tensors, formats, path, device)
 
 
 def _config(folder: Path) -> list[dict[str, Any]]:
     """The groups of layers that a folder's configuration has."""
-    file = folder / "config.json"
-    text = decode.read_text(file, what="configuration", error=CheckpointError)
+    file, about = _folders.settings(folder, METHOD)
     try:
-        config = decode.json_of(text)
-        about = config.get("quantization_config") or config.get("compression_config")
-        if about is None or about.get("quant_method", METHOD) != METHOD:
-            raise CheckpointError(f"{file} has no quantization_config of {METHOD}")
         sparsity = (about.get("sparsity_config") or {}).get("format", "dense")
         cache = about.get("kv_cache_scheme")
         groups = [dict(group) for group in about["config_groups"].values()]
@@ -107,18 +88,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if cache is not None:
         raise Unsupported(f"{folder} has scales of a quantized key-value cache (kv_cache_scheme), which no layer takes")
     return groups
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    module = saved.safetensors()
-    found: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        try:
-            with module.safe_open(path, framework="pt", device="cpu") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no mapping)
-        except (OSError, module.SafetensorError) as error:
-            raise CheckpointError(f"{decode.shown(path)} cannot be read: {error}") from error
-    return found
 
 
 def _names(layer: str, tensors: dict[str, Tensor]) -> list[str]:
