@@ -63,7 +63,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
             "integrations.kernels_hub.mapping", "integrations.diffusers.optimize_pipeline",
             "integrations.diffusers.Optimized", "integrations.export.export", "integrations.torchao.convert",
             "integrations.torchao.packed", "integrations.compressed_tensors.load", "integrations.mxfp4.load",
-            "integrations.tirex.patch_tirex",
+            "integrations.quark.load", "integrations.tirex.patch_tirex",
             "integrations.distributed.parallelize", "integrations.distributed.optimize",
             "integrations.distributed.ParallelResult", "integrations.distributed.on_rank_zero",
             "integrations.distributed.gather_local", "integrations.ray.workers_of", "integrations.vllm.register",

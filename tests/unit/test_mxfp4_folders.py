@@ -85,7 +85,7 @@ def test_a_folder_of_gpt_oss_gives_the_model_that_it_stands_for(tmp_path: Path, 
     # 96 columns are stored as 128
     stored = EXPERTS * (2 * INTERMEDIATE * (HIDDEN // 2 + 2) + HIDDEN * (64 + 3))
     assert [(row.bytes_before, row.bytes_after) for row in rows.values()] == [(4 * elements, stored)] * 2
-    # a file of ours
+    # a file that wavecrest writes
     answer = logits(model)
     found.save(tmp_path / "ours.safetensors")
     other = gpt_oss()

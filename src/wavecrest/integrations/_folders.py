@@ -1,4 +1,4 @@
-"""Folders of quantized models: their configuration and tensors, and the model that gets these."""
+"""Folders of quantized models: their configuration, tensors and packed weights, and the model that gets these."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.errors import CheckpointError
+from wavecrest.errors import CheckpointError, Unsupported
 from wavecrest.models.xlstm.loader import weight_files
 from wavecrest.ops import PackedWeight
+from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
 from wavecrest.quantizer import saved
 from wavecrest.quantizer.api import bytes_of, loaded
 from wavecrest.quantizer.result import Quantized
@@ -51,6 +52,64 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         except (OSError, module.SafetensorError) as error:
             raise CheckpointError(f"{decode.shown(path)} cannot be read: {error}") from error
     return found
+
+
+def integers(values: Tensor, bits: int, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> PackedWeight:
+    """The packed weight of integers in 8 or 4 bits.
+
+    Args:
+        values: uint8 [N, K], from 0 to 255 or 15, around 128 or 8.
+        bits: 8 or 4.
+        scale: float32 [N or 1, groups].
+        zero: uint8 [N, groups], zero points of `values`; None: 128 or 8.
+        dtype: what the weight stands for.
+
+    Raises:
+        Unsupported: a group has a number of columns, or zero points, that no format has.
+    """
+    n, k = values.shape
+    group = group_of(scale, k)
+    scale = scale.expand(n, -1)
+    if bits == 8:
+        if zero is not None:
+            raise Unsupported("8-bit weights with zero points; symmetric ones are read")
+        signed = (values.to(torch.int16) - 128).to(torch.int8)
+        return PackedWeight.from_parts("int8", signed, scale=scale.contiguous(), group=group, dtype=dtype)
+    if group == k and k not in GROUPS:
+        # a scale a row is that of each of its groups
+        group = GROUPS[-1]
+        wide = -(-k // group)
+        scale, zero = scale.expand(n, wide), None if zero is None else zero.expand(n, wide)
+    return PackedWeight.from_parts(
+        "int4", int4_bytes(values, zero), scale=scale.contiguous(), zero=None if zero is None else zero.contiguous(),
+        group=group, shape=(n, k), dtype=dtype,
+    )  # fmt: skip
+
+
+def group_of(scale: Tensor, k: int) -> int:
+    """Columns that share a scale [N or 1, groups]: all of them, or a size that packed weights have."""
+    if scale.shape[1] == 1:
+        return k
+    for group in GROUPS:
+        if -(-k // group) == scale.shape[1] and k % group == 0:
+            return group
+    raise Unsupported(f"{scale.shape[1]} scales for {k} columns; groups of {', '.join(map(str, GROUPS))} can be read")
+
+
+def floats(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """The packed weight of 8-bit floats [N, K] with a scale a tensor, row or block of 128 × 128.
+
+    Raises:
+        Unsupported: scales are of other parts.
+    """
+    n, k = weight.shape
+    if scale.ndim == 2 and tuple(scale.shape) == (-(-n // BLOCK), -(-k // BLOCK)) and scale.shape[1] > 1:
+        return PackedWeight.from_parts("fp8_block", weight, scale=scale.contiguous(), dtype=dtype)
+    if scale.numel() not in (1, n):
+        raise Unsupported(
+            f"scales {list(scale.shape)} of {[n, k]}; one a tensor, row or block of 128 × 128 can be read"
+        )
+    return PackedWeight.from_parts("fp8", weight, scale=scale.reshape(-1, 1).expand(n, 1).contiguous(), dtype=dtype)
 
 
 def put(

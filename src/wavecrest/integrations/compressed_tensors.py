@@ -7,7 +7,6 @@ The layouts are those that compressed-tensors writes for `pack-quantized` (integ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.integrations import _folders
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
-from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
 from wavecrest.quantizer.result import Quantized
 
 METHOD = "compressed-tensors"
@@ -167,24 +165,8 @@ def _integers(parts: dict[str, Tensor], bits: int, old: Tensor) -> PackedWeight:
         # as pack-quantized has them, from 0
         values = (values.to(torch.int16) + 128).to(torch.uint8)
     scale = parts[SCALE].float().reshape(-1, 1) if parts[SCALE].ndim < 2 else parts[SCALE].float()
-    group = _group(scale, k)
-    _check_order(parts, k, group)
-    scale = scale.expand(n, -1)
-    zero = _zero(parts, bits, n, scale.shape[1])
-    if bits == 8:
-        if zero is not None:
-            raise Unsupported("8-bit weights with zero points; symmetric ones are read")
-        signed = (values.to(torch.int16) - 128).to(torch.int8)
-        return PackedWeight.from_parts("int8", signed, scale=scale.contiguous(), group=group, dtype=old.dtype)
-    if group == k and k not in GROUPS:
-        # a scale a row is that of each of its groups
-        group = GROUPS[-1]
-        wide = -(-k // group)
-        scale, zero = scale.expand(n, wide), None if zero is None else zero.expand(n, wide)
-    return PackedWeight.from_parts(
-        "int4", int4_bytes(values, zero), scale=scale.contiguous(), zero=None if zero is None else zero.contiguous(),
-        group=group, shape=(n, k), dtype=old.dtype,
-    )  # fmt: skip
+    _check_order(parts, k, _folders.group_of(scale, k))
+    return _folders.integers(values, bits, scale, _zero(parts, bits, n, scale.shape[1]), old.dtype)
 
 
 def _unpacked(words: Tensor, bits: int, n: int, k: int) -> Tensor:
@@ -210,21 +192,6 @@ def _zero(parts: dict[str, Tensor], bits: int, n: int, groups: int) -> Tensor | 
     return None if bool((values == 2 ** (bits - 1)).all()) else values
 
 
-def _group(scale: Tensor, k: int) -> int:
-    """Columns that share a scale: all of them, or a size that packed weights have."""
-    if scale.shape[1] == 1:
-        return k
-    for group in _sizes(k, scale.shape[1]):
-        return group
-    raise Unsupported(f"{scale.shape[1]} scales for {k} columns; groups of {', '.join(map(str, GROUPS))} can be read")
-
-
-def _sizes(k: int, count: int) -> Iterator[int]:
-    for group in GROUPS:
-        if -(-k // group) == count and k % group == 0:
-            yield group
-
-
 def _check_order(parts: dict[str, Tensor], k: int, group: int) -> None:
     order = parts.get(ORDER)
     if order is not None and not torch.equal(order.long().cpu(), torch.arange(k) // group):
@@ -247,11 +214,4 @@ def _floats(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:
         raise InvalidArgument(f"its weight is {found}, not float8_e4m3fn [N, K]")
     if ZERO in parts and bool(parts[ZERO].float().any()):
         raise Unsupported("8-bit floats with zero points")
-    n, k = weight.shape
-    if scale.ndim == 2 and tuple(scale.shape) == (-(-n // BLOCK), -(-k // BLOCK)) and scale.shape[1] > 1:
-        return PackedWeight.from_parts("fp8_block", weight, scale=scale.contiguous(), dtype=old.dtype)
-    if scale.numel() not in (1, n):
-        raise Unsupported(
-            f"scales {list(scale.shape)} of {[n, k]}; one a tensor, row or block of 128 × 128 can be read"
-        )
-    return PackedWeight.from_parts("fp8", weight, scale=scale.reshape(-1, 1).expand(n, 1).contiguous(), dtype=old.dtype)
+    return _folders.floats(weight, scale, old.dtype)

@@ -124,8 +124,8 @@ def read(path: Path) -> Saved:
         raise CheckpointError(f"{shown} cannot be read: {error}") from error
     if header is None:
         raise CheckpointError(
-            f"{shown} is no file of Quantized.save: its header has no entry {HEADER!r}; folders of compressed-tensors "
-            "are read by wavecrest.integrations.compressed_tensors.load"
+            f"{shown} is no file of Quantized.save: its header has no entry {HEADER!r}; folders of other "
+            "tools are read by load of wavecrest.integrations.compressed_tensors, .quark and .mxfp4"
         )
     try:
         about = decode.json_of(header)
