@@ -99,24 +99,27 @@ def quantized(call: MoeCall, stored: torch.dtype, by_row: bool) -> MoeCall:
 
 
 def by_columns(call: MoeCall, form: str) -> MoeCall:
-    """The same call with scales of 128 × 128 ("block") or, in 4 bits, as "int4-GROUP" or "mxfp4"."""
+    """The same call with scales of 128 × 128 ("block") or, in 4 bits, as "int4-GROUP[-zeros]" or "mxfp4"."""
+    zeros: list[Tensor | None] = []
 
     def made(weight: Tensor) -> tuple[Tensor, Tensor]:
         if form == "block":
             packed = [pack(one, "fp8_block") for one in weight]
         else:
-            name, _, group = form.partition("-")
-            packed = [pack(one, name, group=int(group) if group else None) for one in weight]
+            name, group, shifted = (*form.split("-"), "", "")[:3]
+            packed = [pack(one, name, group=int(group) if group else None, symmetric=not shifted) for one in weight]
+        zeros.append(torch.stack([one.zero for one in packed if one.zero is not None]) if "zeros" in form else None)
         stored = torch.stack([one.stored for one in packed])
         # the strides of the weight
         stored = stored if weight.stride(-1) == 1 else stored.mT.contiguous().mT
         return stored, torch.stack([one.scale for one in packed if one.scale is not None])
 
     (w1, w1_scale), (w2, w2_scale) = made(call.w1), made(call.w2)
-    return call._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
+    call = call._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
+    return call._replace(w1_zero=zeros[0], w2_zero=zeros[1])
 
 
-def _in_float64(weight: Tensor, scale: Tensor, columns: int) -> Tensor:
+def _in_float64(weight: Tensor, scale: Tensor, zero: Tensor | None, columns: int) -> Tensor:
     """Weights with scales [experts, rows or blocks, groups], element by element from where the formats say they lie."""
     weight, scale = weight.cpu(), scale.cpu()
     row, column = torch.arange(weight.shape[1])[:, None], torch.arange(columns)[None, :]
@@ -129,15 +132,16 @@ def _in_float64(weight: Tensor, scale: Tensor, columns: int) -> Tensor:
         values = torch.cat([sizes, -sizes])[codes]
         return values * torch.exp2(scale.double()[:, row, column // 32] - 127)
     group = next(one for one in (128, 64, 32) if -(-columns // one) == scale.shape[2])
-    return (codes - 8).double() * scale.double()[:, row, column // group]
+    middle = 8.0 if zero is None else zero.cpu().double()[:, row, column // group]
+    return (codes - middle).double() * scale.double()[:, row, column // group]
 
 
 def oracle(call: MoeCall) -> Tensor:
     """Pair by pair, in float64."""
     if call.w1_scale is not None and call.w2_scale is not None and call.w1_scale.ndim == 3:
-        w1 = _in_float64(call.w1, call.w1_scale, call.hidden)
-        w2 = _in_float64(call.w2, call.w2_scale, call.w1.shape[1] // 2)
-        call = call._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None)
+        w1 = _in_float64(call.w1, call.w1_scale, call.w1_zero, call.hidden)
+        w2 = _in_float64(call.w2, call.w2_scale, call.w2_zero, call.w1.shape[1] // 2)
+        call = call._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None, w1_zero=None, w2_zero=None)
     if call.w1_scale is not None and call.w2_scale is not None:
         s1, s2 = (one.double().reshape(call.experts, -1, 1) for one in (call.w1_scale, call.w2_scale))
         w1, w2 = call.w1.double() * s1, call.w2.double() * s2
@@ -222,7 +226,7 @@ def test_weights_in_8_bits(
         assert_right(quantized(a_call(9, 4, 2, 40, 24, dtype, device, **fields), stored, by_row), backend)
 
 
-FORMS = ["block", "int4-32", "int4-64", "int4-128", "mxfp4"]
+FORMS = ["block", "int4-32", "int4-32-zeros", "int4-64", "int4-128", "int4-128-zeros", "mxfp4"]
 
 
 @pytest.mark.parametrize("fields", [{"biased": True}, GPT_OSS], ids=["plain", "gpt_oss"])
@@ -243,7 +247,7 @@ def test_steps_over_scales(form: str, device: str) -> None:
     call = by_columns(a_call(3, 6, 2, 200, 96, torch.bfloat16, device), form)
     ids = torch.tensor([[5, -1], [0, 5], [9, 2]], device=device)
     call = call._replace(topk_ids=ids)
-    sizes = (64, 128) if form in ("int4-128", "mxfp4") else (32, 128) if form == "block" else (64,)
+    sizes = (64, 128) if form in ("int4-128", "int4-128-zeros", "mxfp4") else (32, 128) if form == "block" else (64,)
     for direct, k in enumerate(sizes):
         tiles = {"BLOCK_N": 64, "DOWN_N": 128, "BLOCK_K": k, "DOWN_K": k, "DIRECT": direct}
         config = Config(**(SMALL.kwargs | tiles))
@@ -259,8 +263,9 @@ def test_steps_that_do_not_fit_scales(device: str) -> None:
 
 
 def test_weights_in_4_bits_of_any_strides(device: str) -> None:
-    for form in ("int4-64", "mxfp4"):
+    for form in ("int4-64", "int4-64-zeros", "mxfp4"):
         call = by_columns(a_call(6, 4, 2, 72, 40, torch.float32, device, biased=True), form)
+        assert_right(mapped(call, _spread), "triton")
         assert_right(call._replace(w1=_spread(call.w1), w1_scale=_spread(call.w1_scale)), "triton")  # type: ignore[arg-type]
 
 
@@ -504,6 +509,7 @@ def test_gradients_in_a_graph_are_the_references(device: str) -> None:
 
 
 U8_1, U8_2 = torch.ones(4, 48, 32, dtype=torch.uint8), torch.ones(4, 40, 32, dtype=torch.uint8)
+INT4: dict[str, Any] = {"w1": U8_1, "w2": U8_2, "w1_scale": torch.ones(4, 48, 2), "w2_scale": torch.ones(4, 40, 1)}
 I8_1, I8_2 = torch.ones(4, 48, 40, dtype=torch.int8), torch.ones(4, 40, 24, dtype=torch.int8)
 
 
@@ -533,6 +539,9 @@ I8_1, I8_2 = torch.ones(4, 48, 40, dtype=torch.int8), torch.ones(4, 40, 24, dtyp
             {"w1": U8_1, "w2": U8_2, "w1_scale": torch.ones(4, 48, 2), "w2_scale": U8_2[:, :, :1]},
             r"must both be float32 .int4., or both uint8",
         ),
+        ({"w1_zero": U8_1[:, :, :2]}, "are of weights in int4, with float32 scales of groups"),
+        (INT4 | {"w1_zero": U8_1[:, :, :2]}, r"w2_zero must be uint8 .4, 40, 1. .* of w1 and w2 alike, got None"),
+        (INT4 | {"w1_zero": U8_1[:, :, :1], "w2_zero": U8_2[:, :, :1]}, r"w1_zero must be uint8 .4, 48, 2."),
         ({"activation": "relu"}, "activation takes silu, gelu, gelu_tanh, swigluoai, not 'relu'"),
         ({"interleaved": 1}, "interleaved must be True or False"),
         ({"limit": 0.0}, "limit must be a number above 0"),

@@ -122,6 +122,14 @@ def test_a_dense_model_has_no_sites() -> None:
     assert not found.sites and found.note == "no experts with stacked weights in the model"
 
 
+def test_experts_of_ours_stay() -> None:
+    model = model_of("gpt_oss")
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp.experts = Experts.from_module(layer.mlp.experts)  # type: ignore[union-attr, arg-type]
+    found = find(model)
+    assert not found.sites and found.note == "its experts are wavecrest's already"
+
+
 def _experts(model: nn.Module) -> Any:
     return model.model.layers[0].mlp.experts  # type: ignore[union-attr]
 

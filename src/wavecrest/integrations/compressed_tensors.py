@@ -7,7 +7,6 @@ The layouts are those that compressed-tensors writes for `pack-quantized` (integ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
-from wavecrest.models.xlstm.loader import weight_files
+from wavecrest.integrations import _folders
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
-from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
-from wavecrest.quantizer import saved
-from wavecrest.quantizer.api import bytes_of, loaded
 from wavecrest.quantizer.result import Quantized
-from wavecrest.records import decode
 
 METHOD = "compressed-tensors"
 # entries of a quantized layer
@@ -55,7 +50,7 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
     """
     path = Path(folder)
     groups = _config(path)
-    tensors = _tensors(path)
+    tensors = _folders.tensors_of(path)
     own = model.state_dict(keep_vars=True)
     formats: dict[str, str] = {}
     for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
@@ -74,29 +69,13 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
             tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
     if not formats:
         raise CheckpointError(f"{path} has no quantized layer: no entry ends with {SCALE}")
-    for name, value in own.items():
-        held = tensors.get(name)
-        if held is not None and not isinstance(held, PackedWeight) and held.is_floating_point():
-            tensors[name] = held.to(value.dtype)
-    # tied weights are in a file once
-    for name, value in own.items():
-        other = next((one for one, held in own.items() if held is value and one in tensors), None)
-        if name not in tensors and other is not None:
-            tensors[name] = tensors[other]
-    before = bytes_of(model)
-    changes = saved.place(model, saved.Saved(tensors, formats), str(path), device)
-    return loaded(model, formats, changes, before)
+    return _folders.put(model, tensors, formats, path, device)
 
 
 def _config(folder: Path) -> list[dict[str, Any]]:
     """The groups of layers that a folder's configuration has."""
-    file = folder / "config.json"
-    text = decode.read_text(file, what="configuration", error=CheckpointError)
+    file, about = _folders.settings(folder, METHOD)
     try:
-        config = decode.json_of(text)
-        about = config.get("quantization_config") or config.get("compression_config")
-        if about is None or about.get("quant_method", METHOD) != METHOD:
-            raise CheckpointError(f"{file} has no quantization_config of {METHOD}")
         sparsity = (about.get("sparsity_config") or {}).get("format", "dense")
         cache = about.get("kv_cache_scheme")
         groups = [dict(group) for group in about["config_groups"].values()]
@@ -107,18 +86,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if cache is not None:
         raise Unsupported(f"{folder} has scales of a quantized key-value cache (kv_cache_scheme), which no layer takes")
     return groups
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    module = saved.safetensors()
-    found: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        try:
-            with module.safe_open(path, framework="pt", device="cpu") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no mapping)
-        except (OSError, module.SafetensorError) as error:
-            raise CheckpointError(f"{decode.shown(path)} cannot be read: {error}") from error
-    return found
 
 
 def _names(layer: str, tensors: dict[str, Tensor]) -> list[str]:
@@ -198,24 +165,8 @@ def _integers(parts: dict[str, Tensor], bits: int, old: Tensor) -> PackedWeight:
         # as pack-quantized has them, from 0
         values = (values.to(torch.int16) + 128).to(torch.uint8)
     scale = parts[SCALE].float().reshape(-1, 1) if parts[SCALE].ndim < 2 else parts[SCALE].float()
-    group = _group(scale, k)
-    _check_order(parts, k, group)
-    scale = scale.expand(n, -1)
-    zero = _zero(parts, bits, n, scale.shape[1])
-    if bits == 8:
-        if zero is not None:
-            raise Unsupported("8-bit weights with zero points; symmetric ones are read")
-        signed = (values.to(torch.int16) - 128).to(torch.int8)
-        return PackedWeight.from_parts("int8", signed, scale=scale.contiguous(), group=group, dtype=old.dtype)
-    if group == k and k not in GROUPS:
-        # a scale a row is that of each of its groups
-        group = GROUPS[-1]
-        wide = -(-k // group)
-        scale, zero = scale.expand(n, wide), None if zero is None else zero.expand(n, wide)
-    return PackedWeight.from_parts(
-        "int4", int4_bytes(values, zero), scale=scale.contiguous(), zero=None if zero is None else zero.contiguous(),
-        group=group, shape=(n, k), dtype=old.dtype,
-    )  # fmt: skip
+    _check_order(parts, k, _folders.group_of(scale, k))
+    return _folders.integers(values, bits, scale, _zero(parts, bits, n, scale.shape[1]), old.dtype)
 
 
 def _unpacked(words: Tensor, bits: int, n: int, k: int) -> Tensor:
@@ -241,21 +192,6 @@ def _zero(parts: dict[str, Tensor], bits: int, n: int, groups: int) -> Tensor | 
     return None if bool((values == 2 ** (bits - 1)).all()) else values
 
 
-def _group(scale: Tensor, k: int) -> int:
-    """Columns that share a scale: all of them, or a size that packed weights have."""
-    if scale.shape[1] == 1:
-        return k
-    for group in _sizes(k, scale.shape[1]):
-        return group
-    raise Unsupported(f"{scale.shape[1]} scales for {k} columns; groups of {', '.join(map(str, GROUPS))} can be read")
-
-
-def _sizes(k: int, count: int) -> Iterator[int]:
-    for group in GROUPS:
-        if -(-k // group) == count and k % group == 0:
-            yield group
-
-
 def _check_order(parts: dict[str, Tensor], k: int, group: int) -> None:
     order = parts.get(ORDER)
     if order is not None and not torch.equal(order.long().cpu(), torch.arange(k) // group):
@@ -278,11 +214,4 @@ def _floats(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:
         raise InvalidArgument(f"its weight is {found}, not float8_e4m3fn [N, K]")
     if ZERO in parts and bool(parts[ZERO].float().any()):
         raise Unsupported("8-bit floats with zero points")
-    n, k = weight.shape
-    if scale.ndim == 2 and tuple(scale.shape) == (-(-n // BLOCK), -(-k // BLOCK)) and scale.shape[1] > 1:
-        return PackedWeight.from_parts("fp8_block", weight, scale=scale.contiguous(), dtype=old.dtype)
-    if scale.numel() not in (1, n):
-        raise Unsupported(
-            f"scales {list(scale.shape)} of {[n, k]}; one a tensor, row or block of 128 × 128 can be read"
-        )
-    return PackedWeight.from_parts("fp8", weight, scale=scale.reshape(-1, 1).expand(n, 1).contiguous(), dtype=old.dtype)
+    return _folders.floats(weight, scale, old.dtype)

@@ -12,6 +12,7 @@ from wavecrest.nn.activation import activation_name
 from wavecrest.nn.hooks import plain, recast
 from wavecrest.ops import moe, pack
 from wavecrest.ops.packed import mxfp4_of_pairs
+from wavecrest.ops.packed.formats import INT4_UNIT, MX_GROUP
 
 # parameters by the names that transformers gives them; those with "bias" are optional
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
@@ -128,19 +129,40 @@ class Experts(nn.Module):
         Raises:
             InvalidArgument: a shape or dtype is outside this.
         """
-        parts = []
-        for blocks, scales in ((gate_up_blocks, gate_up_scales), (down_blocks, down_scales)):
-            if blocks.ndim not in (3, 4) or scales.ndim != 3 or blocks.shape[:2] != scales.shape[:2]:
-                raise InvalidArgument(
-                    f"Experts.from_mxfp4: blocks are [experts, rows, columns / 32, 16] and scales [experts, rows, "
-                    f"columns / 32], got {list(blocks.shape)} and {list(scales.shape)}"
-                )
-            made = mxfp4_of_pairs(blocks.flatten(0, 1), scales.flatten(0, 1))
-            assert made.scale is not None
-            parts += [part.view(*blocks.shape[:2], part.shape[1]) for part in (made.stored, made.scale)]
+        parts = [*mxfp4_parts(gate_up_blocks, gate_up_scales), *mxfp4_parts(down_blocks, down_scales)]
         module = cls._of_bytes(parts, _parameter(gate_up_bias), _parameter(down_bias), activation, interleaved)
         module.alpha, module.limit = alpha, limit
         return module
+
+    def empty_mxfp4(self) -> Experts:
+        """Experts with these sizes, options and biases whose weights are in MXFP4 and have no values yet.
+
+        They take no memory until values are put in their place.
+        """
+        weights = [one.mT if self.transposed else one for one in (self.gate_up_proj, self.down_proj)]
+        parts = []
+        for weight in weights:
+            experts, rows, columns = weight.shape
+            for size in (-(-columns // INT4_UNIT) * INT4_UNIT // 2, -(-columns // MX_GROUP)):
+                # of one element
+                parts += [torch.empty((), dtype=torch.uint8, device=weight.device).expand(experts, rows, size)]
+        made = self._of_bytes(parts, self.gate_up_proj_bias, self.down_proj_bias, self.activation, self.interleaved)
+        made.alpha, made.limit = self.alpha, self.limit
+        return made.train(self.training)
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of the weights and their scales."""
+        parts = (self.gate_up_proj, self.down_proj, self.gate_up_proj_scale, self.down_proj_scale)
+        return sum(one.numel() * one.element_size() for one in parts if one is not None)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weights, without the ones that 4 bits are padded with."""
+        if self.gate_up_proj_scale is None:
+            return self.gate_up_proj.numel() + self.down_proj.numel()
+        experts, hidden = self.down_proj.shape[:2]
+        return 3 * experts * hidden * (self.gate_up_proj.shape[1] // 2)
 
     @classmethod
     def _of_bytes(
@@ -176,6 +198,23 @@ class Experts(nn.Module):
         _prove(module, cls)
         made.train(module.training)
         return made
+
+
+def mxfp4_parts(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and scales of `ops.moe` for a checkpoint's blocks and scales; see `Experts.from_mxfp4`.
+
+    Raises:
+        InvalidArgument: a shape or dtype is outside of that.
+    """
+    if blocks.ndim not in (3, 4) or scales.ndim != 3 or blocks.shape[:2] != scales.shape[:2]:
+        raise InvalidArgument(
+            f"Experts.from_mxfp4: blocks are [experts, rows, columns / 32, 16] and scales [experts, rows, "
+            f"columns / 32], got {list(blocks.shape)} and {list(scales.shape)}"
+        )
+    made = mxfp4_of_pairs(blocks.flatten(0, 1), scales.flatten(0, 1))
+    assert made.scale is not None
+    stored, scale = (part.view(*blocks.shape[:2], part.shape[1]) for part in (made.stored, made.scale))
+    return stored, scale
 
 
 def _parameter(value: Tensor | None) -> nn.Parameter | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wavecrest.errors import InvalidArgument, QualityNotMet
 from wavecrest.measure import numerics
 from wavecrest.models.xlstm.network import xLSTMNetwork
-from wavecrest.nn import Linear
+from wavecrest.nn import Experts, Linear
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed.formats import GROUPS
 from wavecrest.quantizer import calibrate, choose, layers, place, saved, smooth
@@ -160,7 +160,12 @@ def loaded(
 ) -> Quantized:
     """The result for a model whose weights came quantized, of `before` bytes before."""
     rows = []
+    # the dtype that experts stand for is the model's
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.bfloat16)
     for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            rows.append(LayerRow(path, formats.get(path), "", module.numel * dtype.itemsize, module.bytes_))
+            continue
         if path not in formats and not isinstance(module, nn.Linear | Linear):
             continue
         weight = module.get_parameter("weight")

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest import __version__
-from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency, OutputError, Unsupported
-from wavecrest.nn import Linear
+from wavecrest.errors import (
+    CheckpointError,
+    InvalidArgument,
+    MissingDependency,
+    OutputError,
+    StepRefused,
+    Unsupported,
+)
+from wavecrest.nn import Experts, Linear
+from wavecrest.nn.experts import stacks_experts
 from wavecrest.nn.kv_store import FORMATS as CACHES
 from wavecrest.nn.linear import is_conv1d
 from wavecrest.ops import PackedWeight
@@ -116,8 +124,8 @@ def read(path: Path) -> Saved:
         raise CheckpointError(f"{shown} cannot be read: {error}") from error
     if header is None:
         raise CheckpointError(
-            f"{shown} is no file of Quantized.save: its header has no entry {HEADER!r}; folders of compressed-tensors "
-            "are read by wavecrest.integrations.compressed_tensors.load"
+            f"{shown} is no file of Quantized.save: its header has no entry {HEADER!r}; folders of other "
+            "tools are read by load of wavecrest.integrations.compressed_tensors, .quark and .mxfp4"
         )
     try:
         about = decode.json_of(header)
@@ -142,24 +150,27 @@ def read(path: Path) -> Saved:
 
 
 def place(model: nn.Module, saved: Saved, what: str, device: torch.device | str | None) -> Changes:
-    """Put quantized layers and all tensors of a file into a model; on an error the model is as it was.
+    """Put quantized layers, experts and all tensors of a file into a model; on an error the model is as it was.
 
     Args:
         model: of the same structure, maybe on the meta device.
-        saved: the content; weights of quantized layers are packed.
+        saved: the content; weights of quantized layers are packed, those of experts are parameters of `nn.Experts`.
         what: the file or folder, for messages.
         device: where the tensors go; None: where the model's are, the CPU for those on the meta device.
 
     Raises:
         CheckpointError: names or shapes are not the model's.
+        Unsupported: the model's experts compute something else than `nn.Experts`.
     """
-    _check(model, saved, what)
     changes = Changes()
     made: dict[tuple[int, str], nn.Module] = {}
     values: dict[tuple[int, str], Tensor] = {}
-    own = model.state_dict(keep_vars=True)
     try:
-        for path, name in saved.formats.items():
+        experts = _place_experts(changes, model, saved)
+        formats = {path: name for path, name in saved.formats.items() if path not in experts}
+        _check(model, saved._replace(formats=formats), what)
+        own = model.state_dict(keep_vars=True)
+        for path, name in formats.items():
             module = model.get_submodule(path)
             weight = _value(saved.tensors[f"{path}.weight"], own[f"{path}.weight"], device, values)
             assert isinstance(weight, PackedWeight)
@@ -182,6 +193,27 @@ def place(model: nn.Module, saved: Saved, what: str, device: torch.device | str 
         changes.undo()
         raise
     return changes
+
+
+def _place_experts(changes: Changes, model: nn.Module, saved: Saved) -> set[str]:
+    """Put experts in MXFP4, without values, where a file has such; their paths."""
+    found = set()
+    for path, name in saved.formats.items():
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if name != "mxfp4" or not stacks_experts(module):
+            continue
+        found.add(path)
+        if isinstance(module, Experts) and module.gate_up_proj_scale is not None:
+            continue
+        try:
+            ours = module if isinstance(module, Experts) else Experts.from_module(module)
+        except StepRefused as error:
+            raise Unsupported(f"{path}: {error}") from error
+        changes.module(model, path, ours.empty_mxfp4())
+    return found
 
 
 def _value(
@@ -223,7 +255,7 @@ def _check(model: nn.Module, saved: Saved, what: str) -> None:
         if not isinstance(saved.tensors.get(f"{path}.weight"), PackedWeight):
             problems.append(f"the weight of {path} is not packed")
     if strange:
-        problems.append(f"no linear layers: {named(strange)}")
+        problems.append(f"no linear layers or experts: {named(strange)}")
     missing = [name for name in shapes if name not in saved.tensors]
     unexpected = [name for name in saved.tensors if name not in shapes]
     if missing:
@@ -235,8 +267,12 @@ def _check(model: nn.Module, saved: Saved, what: str) -> None:
         for name, value in saved.tensors.items()
         if name in shapes and tuple(value.shape) != shapes[name]
     ]
+    # weights of experts in 4 bits
+    whole = [name for name, value in own.items() if isinstance(value, Tensor) and value.dtype == torch.uint8]
+    kinds = {name: saved.tensors[name].dtype for name in whole if name in saved.tensors}
+    wrong += [f"{name} {kind}" for name, kind in kinds.items() if kind != torch.uint8]
     if wrong:
-        problems.append(f"of another shape: {named(wrong)}")
+        problems.append(f"of another shape or dtype: {named(wrong)}")
     if problems:
         raise CheckpointError(f"{what} is not of this model; {'; '.join(problems)}")
 

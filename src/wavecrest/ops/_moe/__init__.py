@@ -24,6 +24,8 @@ def moe(
     limit: float = 7.0,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    w1_zero: Tensor | None = None,
+    w2_zero: Tensor | None = None,
 ) -> Tensor:
     """Σ over j of topk_weights[t, j] · (w2[e] @ (act(gate) · up) + b2[e]), [gate | up] = w1[e] @ x[t] + b1[e].
 
@@ -47,6 +49,8 @@ def moe(
         w1_scale, w2_scale: float32, of an expert [experts] or of its rows, [experts, 2 · intermediate] and
             [experts, hidden], or for 128 × 128 weights; both for weights in 8 bits. Of 32, 64 or 128 columns of a row,
             [experts, rows, groups], for int4; uint8 (e8m0) of 32 columns for mxfp4. No others have scales.
+        w1_zero, w2_zero: uint8, the zero points of int4 in the shapes of its scales; None: values are around 8. Both or
+            neither.
 
     Returns:
         A contiguous tensor [tokens, hidden] of x's dtype.
@@ -55,5 +59,8 @@ def moe(
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
     return _op(
-        MoeCall(x, w1, w2, topk_weights, topk_ids, b1, b2, activation, interleaved, alpha, limit, w1_scale, w2_scale)
-    )
+        MoeCall(
+            x, w1, w2, topk_weights, topk_ids, b1, b2, activation, interleaved, alpha, limit, w1_scale, w2_scale,
+            w1_zero, w2_zero,
+        )
+    )  # fmt: skip

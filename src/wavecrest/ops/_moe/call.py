@@ -45,6 +45,8 @@ class MoeCall(NamedTuple):
     limit: float = 7.0
     w1_scale: Tensor | None = None
     w2_scale: Tensor | None = None
+    w1_zero: Tensor | None = None
+    w2_zero: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -225,6 +227,21 @@ def _check_scales(call: MoeCall) -> None:
             raise InvalidArgument(f"moe: {name} must be {shapes} on {call.x.device}, got {_describe(scale)}")
     if call.in_4_bits and scale_kind(call, False)[0] != scale_kind(call, True)[0]:
         raise InvalidArgument("moe: w1_scale and w2_scale must both be float32 (int4), or both uint8 (mxfp4)")
+    _check_zeros(call)
+
+
+def _check_zeros(call: MoeCall) -> None:
+    if call.w1_zero is None and call.w2_zero is None:
+        return
+    if not call.in_4_bits or scale_kind(call, False)[0] != "group":
+        raise InvalidArgument("moe: w1_zero and w2_zero are of weights in int4, with float32 scales of groups")
+    for name, zero, scale in (("w1_zero", call.w1_zero, call.w1_scale), ("w2_zero", call.w2_zero, call.w2_scale)):
+        assert scale is not None
+        if not _fits(zero, tuple(scale.shape), (torch.uint8,), call.x.device):
+            raise InvalidArgument(
+                f"moe: {name} must be uint8 {list(scale.shape)} on {call.x.device} as the scales, of w1 and w2 alike, "
+                f"got {_describe(zero)}"
+            )
 
 
 def rows_of(scale: Tensor, rows: int) -> Tensor:

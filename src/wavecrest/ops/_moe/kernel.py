@@ -18,7 +18,7 @@ from wavecrest.ops.common.device import (
 )
 from wavecrest.ops.common.mxfp4 import e2m1_values, e8m0_values, mxfp4_values
 from wavecrest.ops.common.triton import reciprocal, tl, triton
-from wavecrest.ops.common.widen import int4_values, widened
+from wavecrest.ops.common.widen import int4_values, int4_values_from, widened
 
 # what the gated activation is compiled for, beside those of `ops.common.activation`
 SWIGLUOAI = tl.constexpr(16)
@@ -35,7 +35,8 @@ SCALE_BLOCK = tl.constexpr(128)
 SIZES = [
     "num_pairs", "k", "num_experts", "num_blocks", "tiles_n", "n_units", "k_units", "up", "bias_up", "scale_up",
     "alpha", "limit", "stride_xm", "stride_xk", "stride_we", "stride_wn", "stride_wk", "stride_be", "stride_bn",
-    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj", "stride_sk",
+    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj", "stride_sk", "stride_ze", "stride_zn",
+    "stride_zk",
 ]  # fmt: skip
 
 
@@ -142,9 +143,23 @@ def _step_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _step_zeros(zeros, n, mask_n, k, K, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The zero points of the step that begins at column k, int16 [1, BLOCK_N], as `_step_scales`."""
+    zero_ptr, stride_zn, stride_zk = zeros
+    where = zero_ptr + (n * stride_zn)[None, :]
+    low = tl.load(where + (k // GROUP) * stride_zk, mask=mask_n & (k < K), other=0).to(tl.int16)
+    high = low
+    if GROUP == 32:
+        # a step is one unit, and its halves are groups of their own
+        high = tl.load(where + (k // GROUP + 1) * stride_zk, mask=mask_n & (k + GROUP < K), other=0).to(tl.int16)
+    return low, high
+
+
+@triton.jit
 def _with_4_bits(  # type: ignore[no-untyped-def]
-    x_low, x_high, packed, low, high, acc, SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr
-):
+    x_low, x_high, packed, low, high, low_zero, high_zero, acc, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr,
+    GROUP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """acc + the products of x's columns with the low and the high values of bytes, times their scales."""
     if SCALES == MXFP4:
         w_low, w_high = mxfp4_values(packed, low, high, x_low.dtype, PTX)
@@ -155,6 +170,8 @@ def _with_4_bits(  # type: ignore[no-untyped-def]
             wide = packed.to(tl.int32)
             w_low, w_high = e2m1_values(wide << 28).to(x_low.dtype), e2m1_values(wide << 24).to(x_low.dtype)
             low, high = e8m0_values(low), e8m0_values(high)
+        elif HAS_ZERO:
+            w_low, w_high = int4_values_from(packed, low_zero, high_zero, x_low.dtype)
         else:
             w_low, w_high = int4_values(packed, x_low.dtype, PTX)
         product = tl.dot(x_low, w_low, input_precision="ieee", out_dtype=tl.float32)
@@ -169,9 +186,10 @@ def _with_4_bits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _accumulated_4_bits(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, scales, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
-    BOTH: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, scales, zeros, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
+    BOTH: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As `_accumulated`, of w in 4 bits: units of 64 columns in 32 bytes, whose low halves hold the first 32."""
     stride_xm, stride_xk = x_strides
@@ -194,6 +212,11 @@ def _accumulated_4_bits(  # type: ignore[no-untyped-def]
     up_low, up_high = next_low, next_high
     if BOTH:
         up_low, up_high = _step_scales(scales, N + n, mask_n, 0, K, SCALES, GROUP, BLOCK_K)
+    if HAS_ZERO:
+        next_low_zero, next_high_zero = _step_zeros(zeros, n, mask_n, 0, K, GROUP)
+        up_low_zero, up_high_zero = next_low_zero, next_high_zero
+        if BOTH:
+            up_low_zero, up_high_zero = _step_zeros(zeros, N + n, mask_n, 0, K, GROUP)
     for step in range(tl.cdiv(K, BLOCK_K)):
         k = step * BLOCK_K
         mask_low, mask_high, mask_w = mask_x, mask_x, mask_n
@@ -206,14 +229,22 @@ def _accumulated_4_bits(  # type: ignore[no-untyped-def]
         x_low = tl.load(x_start + x_tile, mask=mask_low, other=0.0)
         x_high = tl.load(x_start + 32 * stride_xk + x_tile, mask=mask_high, other=0.0)
         packed = tl.load(w_ptr + w_start + w_tile, mask=mask_w, other=0)
-        low, high = next_low, next_high
+        low, high, low_zero, high_zero = next_low, next_high, 8, 8
         next_low, next_high = _step_scales(scales, n, mask_n, k + BLOCK_K, K, SCALES, GROUP, BLOCK_K)
-        acc = _with_4_bits(x_low, x_high, packed, low, high, acc, SCALES, GROUP, PTX)
+        if HAS_ZERO:
+            low_zero, high_zero = next_low_zero, next_high_zero
+            next_low_zero, next_high_zero = _step_zeros(zeros, n, mask_n, k + BLOCK_K, K, GROUP)
+        acc = _with_4_bits(x_low, x_high, packed, low, high, low_zero, high_zero, acc, SCALES, HAS_ZERO, GROUP, PTX)
         if BOTH:
             packed = tl.load(w_ptr + up + w_start + w_tile, mask=mask_w, other=0)
             low, high = up_low, up_high
             up_low, up_high = _step_scales(scales, N + n, mask_n, k + BLOCK_K, K, SCALES, GROUP, BLOCK_K)
-            acc_up = _with_4_bits(x_low, x_high, packed, low, high, acc_up, SCALES, GROUP, PTX)
+            if HAS_ZERO:
+                low_zero, high_zero = up_low_zero, up_high_zero
+                up_low_zero, up_high_zero = _step_zeros(zeros, N + n, mask_n, k + BLOCK_K, K, GROUP)
+            acc_up = _with_4_bits(
+                x_low, x_high, packed, low, high, low_zero, high_zero, acc_up, SCALES, HAS_ZERO, GROUP, PTX
+            )
     return acc, acc_up
 
 
@@ -266,12 +297,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)
 def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
     num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units, up, bias_up, scale_up, alpha, limit,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn,
-    stride_it, stride_ij, stride_sk,
-    SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    stride_it, stride_ij, stride_sk, stride_ze, stride_zn, stride_zk,
+    SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, X_ORDER: tl.constexpr, W_ORDER: tl.constexpr, X_ALIGN: tl.constexpr,
     W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
@@ -304,12 +335,15 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
     scales = (scale_ptr, stride_sn, stride_sk)
     if SCALES >= BY_BLOCK:
         scales = (scale_ptr + expert.to(tl.int64) * stride_se, stride_sn, stride_sk)
+    zeros = (zero_ptr, stride_zn, stride_zk)
+    if HAS_ZERO:
+        zeros = (zero_ptr + expert.to(tl.int64) * stride_ze, stride_zn, stride_zk)
     if INTERLEAVED:
         # columns of gate and up in turn, in one tile: accesses are as wide as those of other weights
         if SCALES >= BY_GROUP:
             acc, _ = _accumulated_4_bits(
-                x_ptr, w_ptr, scales, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
-                False, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+                x_ptr, w_ptr, scales, zeros, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
+                False, SCALES, HAS_ZERO, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             acc, _ = _accumulated(
@@ -319,8 +353,8 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
         gate, other = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
     elif SCALES >= BY_GROUP:
         gate, other = _accumulated_4_bits(
-            x_ptr, w_ptr, scales, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
-            True, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, w_ptr, scales, zeros, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
+            True, SCALES, HAS_ZERO, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         gate, other = _accumulated(
@@ -351,14 +385,14 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)
 def _moe_down_kernel(  # type: ignore[no-untyped-def]
-    h_ptr, w_ptr, scale_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
     num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units,
     stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn, stride_it, stride_ij, stride_tt,
-    stride_tj, stride_sk,
-    SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr,
-    W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_tj, stride_sk, stride_ze, stride_zn, stride_zk,
+    SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    BIAS: tl.constexpr, W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr,
+    DIRECT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """parts[pair] = topk_weights[pair] · (w2 · h[pair] + bias) of a block of pairs and BLOCK_N columns."""
     pdl_wait(PDL)
@@ -383,11 +417,14 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     scales = (scale_ptr, stride_sn, stride_sk)
     if SCALES >= BY_BLOCK:
         scales = (scale_ptr + expert.to(tl.int64) * stride_se, stride_sn, stride_sk)
+    zeros = (zero_ptr, stride_zn, stride_zk)
+    if HAS_ZERO:
+        zeros = (zero_ptr + expert.to(tl.int64) * stride_ze, stride_zn, stride_zk)
     if SCALES >= BY_GROUP:
         acc, _ = _accumulated_4_bits(
-            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, pairs, mask_m, first_n, 0, N, K, (K, 1),
-            _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
-            False, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, zeros, pairs, mask_m, first_n, 0, N, K,
+            (K, 1), _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
+            False, SCALES, HAS_ZERO, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         acc, _ = _accumulated(

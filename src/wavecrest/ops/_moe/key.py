@@ -24,9 +24,11 @@ def order_of(matrix: Tensor) -> str:
 
 
 def _kind(call: MoeCall, second: bool) -> str | None:
-    """The kind of the scales of w1 or of w2, with the columns of a group; None without scales."""
+    """The kind of the scales of w1 or of w2, with the columns of a group and whether it has a zero point, or None."""
     kind, columns = scale_kind(call, second)
-    return None if kind == "none" else f"group {columns}" if kind == "group" else kind
+    if kind == "group":
+        return f"group {columns}" if call.w1_zero is None else f"group {columns} zeros"
+    return None if kind == "none" else kind
 
 
 def key_of(call: MoeCall) -> Key:

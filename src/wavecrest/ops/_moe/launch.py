@@ -173,14 +173,16 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
         s2_strides, s2_k = s2.stride()[:2], s2.stride(2)
     elif s2 is not None:
         s2_strides = rows_of(s2, call.hidden).stride()
+    z1, z2 = call.w1_zero, call.w2_zero
     gate_up = _launcher.Launch(
         _moe_gate_up_kernel,
         (blocks * tiles_n,),
         (
-            call.x, call.w1, call.x if s1 is None else s1, call.x if b1 is None else b1, buffers.h, ids,
-            buffers.pairs, buffers.experts, *sizes, blocks, tiles_n, call.intermediate // n_align,
+            call.x, call.w1, call.x if s1 is None else s1, call.x if z1 is None else z1, call.x if b1 is None else b1,
+            buffers.h, ids, buffers.pairs, buffers.experts, *sizes, blocks, tiles_n, call.intermediate // n_align,
             call.hidden // k_align, w1.up, b1_strides[0], s1_strides[0], float(call.alpha), float(call.limit),
             x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *s1_strides[1:], *ids_strides, s1_k,
+            *((0, 0, 0) if z1 is None else z1.stride()),
         ),
         {
             **constants, **_scales(call, False, config["BLOCK_K"]), "BIAS": b1 is not None,
@@ -198,10 +200,11 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
         _moe_down_kernel,
         (blocks * down_tiles,),
         (
-            buffers.h, call.w2, buffers.h if s2 is None else s2, buffers.h if b2 is None else b2, call.topk_weights,
-            buffers.parts, ids, buffers.pairs, buffers.experts, *sizes, blocks, down_tiles, call.hidden // k_align,
-            call.intermediate // n_align, w2.outer, w2.n, w2.k, *((0, 0) if b2 is None else b2.stride()),
-            *s2_strides, *ids_strides, *call.topk_weights.stride(), s2_k,
+            buffers.h, call.w2, buffers.h if s2 is None else s2, buffers.h if z2 is None else z2,
+            buffers.h if b2 is None else b2, call.topk_weights, buffers.parts, ids, buffers.pairs, buffers.experts,
+            *sizes, blocks, down_tiles, call.hidden // k_align, call.intermediate // n_align, w2.outer, w2.n, w2.k,
+            *((0, 0) if b2 is None else b2.stride()), *s2_strides, *ids_strides, *call.topk_weights.stride(), s2_k,
+            *((0, 0, 0) if z2 is None else z2.stride()),
         ),
         {
             **constants, **_scales(call, True, config["DOWN_K"]), "BIAS": b2 is not None, "W_ORDER": w2.order,
@@ -214,8 +217,8 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
     return Plan(align, gate_up, down, _combine(call, buffers, overlaps, arch))
 
 
-def _scales(call: MoeCall, second: bool, block_k: int) -> dict[str, int]:
-    """The constants for the scales of w1, or of w2.
+def _scales(call: MoeCall, second: bool, block_k: int) -> dict[str, Any]:
+    """The constants for the scales and zero points of w1, or of w2.
 
     Raises:
         InvalidArgument: a step of the configuration has columns of several scales, or no whole units of 4-bit values.
@@ -228,7 +231,7 @@ def _scales(call: MoeCall, second: bool, block_k: int) -> dict[str, int]:
             f"moe: a {'DOWN_K' if second else 'BLOCK_K'} of {block_k} does not fit weights of {call.w1.dtype} with "
             f"scales of {columns} columns"
         )
-    return {"SCALES": SCALES[kind] + sums, "GROUP": max(1, columns)}
+    return {"SCALES": SCALES[kind] + sums, "HAS_ZERO": call.w1_zero is not None, "GROUP": max(1, columns)}
 
 
 def _has_e4m3fn(arch: Arch | None) -> bool:
@@ -271,11 +274,14 @@ def bind(call: MoeCall, config: Config) -> Callable[[MoeCall], Tensor]:
     def run(call: MoeCall) -> Tensor:
         pairs, experts, h, parts, y = allocate(call)
         x, w1, w2, weights, ids, b1, b2 = call[:7]
-        s1, s2 = call.w1_scale, call.w2_scale
+        s1, s2, z1, z2 = call.w1_scale, call.w2_scale, call.w1_zero, call.w2_zero
         if align is not None:
             align(ids, pairs, experts)
-        gate_up(x, w1, x if s1 is None else s1, x if b1 is None else b1, h, ids, pairs, experts)
-        down(h, w2, h if s2 is None else s2, h if b2 is None else b2, weights, parts, ids, pairs, experts)
+        # an input stands in for what the call does not have
+        first = (x if s1 is None else s1, x if z1 is None else z1, x if b1 is None else b1)
+        second = (h if s2 is None else s2, h if z2 is None else z2, h if b2 is None else b2)
+        gate_up(x, w1, *first, h, ids, pairs, experts)
+        down(h, w2, *second, weights, parts, ids, pairs, experts)
         combine(parts, ids, y)
         return y
 

@@ -34,7 +34,12 @@ def weight_of(call: MoeCall, second: bool, expert: int) -> Tensor:
     if kind == "block":
         return _checks.widen(weight[expert]) * own.repeat_interleave(BLOCK, 0)[: weight.shape[1]]
     stored = nibbles(weight[expert].contiguous())[:, :columns]
-    return (e2m1_values(stored) if kind == "e8m0" else stored.float() - INT4_ZERO) * own
+    if kind == "e8m0":
+        return e2m1_values(stored) * own
+    zero = call.w2_zero if second else call.w1_zero
+    if zero is None:
+        return (stored.float() - INT4_ZERO) * own
+    return (stored.float() - zero[expert].float().repeat_interleave(group, 1)[:, :columns]) * own
 
 
 def reference(call: MoeCall) -> Tensor:

@@ -36,6 +36,14 @@ def int4_values(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
+def int4_values_from(packed, low_zero, high_zero, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low and the high 4-bit values of bytes, less their zero points, int16 that broadcast, in TYPE."""
+    low = narrowed(((packed & 15).to(tl.int16) - low_zero).to(tl.float32), TYPE)
+    high = narrowed(((packed >> 4).to(tl.int16) - high_zero).to(tl.float32), TYPE)
+    return low, high
+
+
+@triton.jit
 def widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys or values in the queries' type, which has all that 8 bits hold.
 

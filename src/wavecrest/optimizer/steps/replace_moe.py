@@ -32,8 +32,11 @@ class ReplaceMoe(Step):
         from wavecrest.nn.experts import Experts, stacks_experts
 
         assert context.model is not None
-        sites, reasons = [], []
+        sites, reasons, ours = [], [], False
         for name, module in context.model.named_modules():
+            if isinstance(module, Experts):
+                ours = True
+                continue
             if not stacks_experts(module):
                 continue
             if context.device.kind == "cpu":
@@ -45,7 +48,8 @@ class ReplaceMoe(Step):
             else:
                 sites.append(name)
         if not sites:
-            return Found((), note="; ".join(reasons) or "no experts with stacked weights in the model")
+            none = "its experts are wavecrest's already" if ours else "no experts with stacked weights in the model"
+            return Found((), note="; ".join(reasons) or none)
         return Found(tuple(sites), {"sites": sites}, f"left out: {'; '.join(reasons)}" if reasons else "")
 
     def predict(self, found: Found, context: StepContext) -> Prediction:

@@ -38,7 +38,7 @@ def cost_of(call: MoeCall) -> Cost:
         pairs, chosen = here.numel(), int(torch.unique(here).numel())
     moved = chosen * sum(one.numel() // call.experts * one.element_size() for one in (call.w1, call.w2))
     moved += 2 * call.x.nbytes
-    beside = (call.b1, call.b2, call.w1_scale, call.w2_scale)
+    beside = (call.b1, call.b2, call.w1_scale, call.w2_scale, call.w1_zero, call.w2_zero)
     moved += sum(one.nbytes // call.experts * chosen for one in beside if one is not None)
     return Cost(
         flops=2 * pairs * 3 * call.hidden * call.intermediate,

@@ -49,7 +49,7 @@ def example(
 
     `biased`: with b1 and b2. `transposed`: weights lie in memory as [experts, in, out]. `stored`: in 8 bits, with a
     scale of each row of w1 and one of each expert's w2, or `by` "block"; uint8: in 4 bits, `by` "group N" columns of
-    int4 or "e8m0" of mxfp4. `options`: fields of the call.
+    int4, "group N zeros" with zero points, or "e8m0" of mxfp4. `options`: fields of the call.
     """
 
     def made(*shape: int, size: float = 1.0) -> Tensor:
@@ -66,6 +66,9 @@ def example(
         if transposed:
             w1, w2 = w1.mT.contiguous().mT, w2.mT.contiguous().mT
         options = {"w1_scale": w1_scale, "w2_scale": w2_scale} | options
+        if by.endswith(" zeros"):
+            zeros = [torch.randint(0, 16, one.shape, dtype=stored, device=device) for one in (w1_scale, w2_scale)]
+            options = {"w1_zero": zeros[0], "w2_zero": zeros[1]} | options
     elif stored is not None:
         step = 32.0 if stored == torch.int8 else 8.0
         w1, w2 = ((step * one.float() / size).to(stored) for one, size in ((w1, h**-0.5), (w2, i**-0.5)))
@@ -94,7 +97,7 @@ def _by_columns(
         exponent = 125 - columns.bit_length() // 2
         shape = (experts, rows, -(-columns // MX_GROUP))
         return values, torch.randint(exponent, exponent + 2, shape, dtype=torch.uint8, device=device)
-    shape = (experts, rows, -(-columns // int(by.removeprefix("group "))))
+    shape = (experts, rows, -(-columns // int(by.split()[1])))
     return values, (torch.rand(shape, device=device) + 0.5) * size / 4
 
 
@@ -176,6 +179,9 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
         "fp8": partial(example, Sizes(5, 3, 2, 80, 48), half, "cpu", stored=torch.float8_e4m3fn),
         "fp8 blocks": partial(example, Sizes(5, 3, 2, 200, 72), brain, "cpu", stored=torch.float8_e4m3fn, by="block"),
         "int4": partial(example, Sizes(5, 3, 2, 80, 48), brain, "cpu", stored=torch.uint8, by="group 32"),
+        "int4 zeros": partial(
+            example, Sizes(5, 3, 2, 80, 48), half, "cpu", stored=torch.uint8, by="group 32 zeros", interleaved=True
+        ),
         "mxfp4": partial(example, Sizes(5, 3, 2, 200, 72), brain, "cpu", stored=torch.uint8, by="e8m0"),
         "mxfp4, gpt-oss": partial(
             example,
@@ -209,6 +215,11 @@ def _compiled() -> dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]]:
             {"stored": torch.float8_e4m3fn, "by": "block"},
         ),
         "qwen3 t=64 int4": (QWEN3_30B_A3B._replace(tokens=64), bf16, {"stored": torch.uint8, "by": "group 128"}),
+        "qwen3 t=64 int4 zeros": (
+            QWEN3_30B_A3B._replace(tokens=64),
+            bf16,
+            {"stored": torch.uint8, "by": "group 128 zeros"},
+        ),
         "gpt-oss t=16 mxfp4": (GPT_OSS_20B._replace(tokens=16), bf16, GPT_OSS_MXFP4),
         "gpt-oss t=2048 mxfp4": (GPT_OSS_20B._replace(tokens=2048), bf16, GPT_OSS_MXFP4),
         "float32 t=64": (QWEN3_30B_A3B._replace(tokens=64), torch.float32, {"activation": "gelu"}),
