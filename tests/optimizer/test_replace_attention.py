@@ -510,6 +510,23 @@ def test_other_masks_are_written_out() -> None:
     assert_same(got[:, 4:], logits(model, input_ids=inputs["input_ids"][:, 4:]))
 
 
+def test_masks_by_positions_are_written_out_and_say_so(monkeypatch: pytest.MonkeyPatch, unwarned: None) -> None:
+    """As transformers before 5.4 asks for them; its own function may say that none is needed."""
+    visible = torch.tensor([[[[True, False], [True, True]]]])
+    given = {"cache_position": torch.arange(2), "kv_length": 2, "dtype": torch.float64, "allow_is_causal_skip": True}
+    answers: list[Tensor | None] = [None, visible]
+
+    def older(**asked: Any) -> Tensor | None:
+        assert asked == given
+        return answers.pop(0)
+
+    monkeypatch.setattr(masking, "sdpa_mask", older)
+    assert step_module.attention_mask(**given) is None
+    with pytest.warns(ours.AttentionFallback, match=r"masks of transformers .*, in a short form from 5\.4 on"):
+        mask = step_module.attention_mask(**given)
+    assert mask is not None and mask.dtype == torch.float64 and torch.equal(mask == 0, visible)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_overlays_of_a_step_are_written_out(window: int | None) -> None:
     """A static cache may not skip its mask either: that alone does not say that keys are hidden by nothing else."""

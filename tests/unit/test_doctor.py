@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from wavecrest import env, hardware
 from wavecrest.doctor import CHECKS, Context, Dump, Finding, checks, context, run_checks
+from wavecrest.records.provenance import LEAST_TRANSFORMERS
+
+ROOT = Path(__file__).parents[2]
 
 MI300X = hardware.Device("cuda", 0, "gfx942", "AMD Instinct MI300X", 304, 206_158_430_208, "hip 7.2.26015")
 H200 = hardware.Device("cuda", 0, "sm_90", "NVIDIA H200", 132, 150_000_000_000, "cuda 13.0")
@@ -59,7 +64,7 @@ def test_every_finding_says_what_why_action_and_source() -> None:
     environment = {row.name: "7" for row in env.table()} | {"AITER_CONFIG_GEMM_BF16": "/a.csv:/gone.csv"}
     files = {"/proc/sys/kernel/numa_balancing": "1", "/sys/fs/cgroup/cpu.max": "150000 100000", "/a.csv": f"{OLD}\n"}
     environment |= {"AITER_JIT_DIR": "", "VLLM_ROCM_USE_AITER": "0", "MIOPEN_FIND_MODE": "1"}
-    packages = {"aiter": "0.1", "vllm": "0.20", "flashinfer": "0.6", "triton": "3.7.1"}
+    packages = {"aiter": "0.1", "vllm": "0.20", "flashinfer": "0.6", "transformers": "4.57.6", "triton": "3.7.1"}
     sick = machine(
         environment=environment, files=files, compiler=None, hip="7.2.26015", rocm="7.2.1", threads=64,
         packages=packages, sdpa={"causal": "MATH"}, blas="Cublas", gpu_node=1, cpu_nodes=(0,),
@@ -72,6 +77,16 @@ def test_every_finding_says_what_why_action_and_source() -> None:
         assert finding.what and finding.why and finding.action and finding.source, finding
     order = [finding.level for finding in findings]
     assert order == sorted(order, key=("problem", "warn", "info", "ok").index)
+
+
+def test_an_older_transformers_than_is_tested_is_named() -> None:
+    (finding,) = run(checks.transformers, packages={"transformers": "4.57.6"})
+    assert finding.level == "warn" and "transformers 4.57.6 is older than 5.14" in finding.what
+    for version in ("5.14.0", "5.100.1", "6.0.0.dev0"):
+        assert not run(checks.transformers, packages={"transformers": version})
+    assert not run(checks.transformers)
+    least = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hf"][0]
+    assert least == f"transformers>={LEAST_TRANSFORMERS}"
 
 
 # the variables ------------------------------------------------------------------------------------------------------

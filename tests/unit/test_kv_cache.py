@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.dispatch import registry
-from wavecrest.errors import CheckpointError, InvalidArgument, QualityNotMet, Unsupported
+from wavecrest.errors import CheckpointError, InvalidArgument, QualityNotMet, Unsupported, WorkloadError
 from wavecrest.nn import attention as ours
 from wavecrest.nn import kv_store
 from wavecrest.nn.kv_store import FORMATS, KVStore
@@ -27,7 +27,8 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 import wavecrest  # noqa: E402
 from wavecrest.integrations import generate  # noqa: E402
 from wavecrest.integrations.transformers import quantized_cache  # noqa: E402
-from wavecrest.quantizer.kv_cache import QuantizedStaticCache  # noqa: E402
+from wavecrest.quantizer import kv_cache  # noqa: E402
+from wavecrest.quantizer.kv_cache import QuantizedStaticCache, argument_of  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY, WINDOW, PROMPT, STEPS = 61, 5, 20, 64
@@ -65,9 +66,14 @@ def ids(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator).to(DEVICE)
 
 
-def logits(model: nn.Module, tokens: Tensor, **more: Any) -> Tensor:
+def by_name(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The cache as an argument, under the name that this version of transformers has for it."""
+    return {} if cache is None else {argument_of(model): cache}
+
+
+def logits(model: nn.Module, tokens: Tensor, cache: Any = None, **more: Any) -> Tensor:
     with torch.no_grad():
-        return model(tokens, **more).logits  # type: ignore[no-any-return]
+        return model(tokens, **by_name(model, cache), **more).logits  # type: ignore[no-any-return]
 
 
 def pieces(model: nn.Module, tokens: Tensor, cache: Any, sizes: list[int]) -> Tensor:
@@ -300,7 +306,7 @@ def test_padding_at_the_right_is_dequantized_and_says_so(monkeypatch: pytest.Mon
     assert 0 < off(torch.cat(got, 1)[seen], want[seen]) < 0.03
 
 
-def test_rows_are_exchanged_tokens_taken_back_and_everything_forgotten() -> None:
+def test_rows_are_exchanged_tokens_taken_back_and_everything_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = made("llama"), ids(2, 40)
     cache = QuantizedStaticCache(model, 48, "int4")
     want = pieces(model, tokens, cache, [24, 8, 8])
@@ -324,8 +330,36 @@ def test_rows_are_exchanged_tokens_taken_back_and_everything_forgotten() -> None
     for layer in cache.layers:
         assert all(torch.equal(one[0].view(torch.uint8), one[1].view(torch.uint8)) for one in layer.store.tensors())
     assert memory == [one.data_ptr() for layer in cache.layers for one in layer.store.tensors()]
+    monkeypatch.setattr(kv_cache, "_CROPS_TO_LENGTH", False)
     with pytest.raises(InvalidArgument, match="minus the number of tokens"):
         cache.crop(3)
+    # transformers before 5.15 says how many are kept, which is never more than there are
+    monkeypatch.setattr(kv_cache, "_CROPS_TO_LENGTH", True)
+    cache.crop(24)
+    torch.testing.assert_close(logits(model, tokens[[0, 0], 24:32], cache=cache), want[[0, 0], 24:32])
+    cache.crop(40)
+    assert int(cache.get_seq_length()) == 32
+
+
+def test_a_cache_has_its_size_beside_a_property_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.20 transformers' own caches have one of this name, which cannot be set."""
+    monkeypatch.setattr(cache_utils.Cache, "max_cache_len", property(lambda self: -1), raising=False)
+    cache = QuantizedStaticCache(made("llama"), 24)
+    assert cache.max_cache_len == 24 == cache.layers[0].get_max_length()
+
+
+def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS["llama"]()
+    config._attn_implementation = "wavecrest"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(transformers, "__version__", "5.13.1")
+    text = r"a quantized key-value cache needs transformers 5\.14 or later, .* this is 5\.13\.1"
+    for make in (lambda: QuantizedStaticCache(model, 8), lambda: wavecrest.quantize(model, "int8", kv_cache="fp8")):
+        with pytest.raises(Unsupported, match=text):
+            make()
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(WorkloadError, match=r"--generate needs transformers 5\.4 or later, .* this is 4\.57\.6"):
+        generate.of(model, ids(1, 4), {"max_new_tokens": 2})
 
 
 def test_generate_is_a_loop_over_steps() -> None:
@@ -334,7 +368,7 @@ def test_generate_is_a_loop_over_steps() -> None:
     shown[1, :7] = 0
     cache = QuantizedStaticCache(model, 32, "int4")
     with torch.no_grad():
-        found = model.generate(tokens, attention_mask=shown, max_new_tokens=9, do_sample=False, cache=cache)
+        found = model.generate(tokens, attention_mask=shown, max_new_tokens=9, do_sample=False, **by_name(model, cache))
     cache, made_here, place = QuantizedStaticCache(model, 32, "int4"), tokens, (shown.cumsum(-1) - 1).clamp(min=0)
     new = tokens
     for _ in range(9):
@@ -350,7 +384,7 @@ def test_beams_keep_their_own_tokens() -> None:
     options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3, "num_return_sequences": 3}
     with torch.no_grad():
         found = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), cache=QuantizedStaticCache(model, 32, "int8"),
+            tokens, attention_mask=torch.ones_like(tokens), **by_name(model, QuantizedStaticCache(model, 32, "int8")),
             return_dict_in_generate=True, output_scores=True, length_penalty=0.0, **options,
         )  # fmt: skip
     # each sequence's probability, of a cache whose rows stay where they are
@@ -396,7 +430,7 @@ def test_what_is_refused() -> None:
             QuantizedStaticCache(model, 8)
     use_attention(model)
     with pytest.raises(InvalidArgument, match="without gradients"):
-        model(tokens, cache=QuantizedStaticCache(model, 8))
+        model(tokens, **by_name(model, QuantizedStaticCache(model, 8)))
     logits(model, tokens, cache=(cache := QuantizedStaticCache(model, 8)))
     with pytest.raises(InvalidArgument, match="of 1 sequences got 2"):
         logits(model, ids(2, 1), cache=cache)

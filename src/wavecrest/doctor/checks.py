@@ -6,11 +6,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from packaging.version import Version
+
 from wavecrest import env
 from wavecrest.doctor.aiter_tables import check_tables
 from wavecrest.doctor.context import Context
 from wavecrest.doctor.report import LEVELS, Finding, Level
 from wavecrest.doctor.silent import SILENT
+from wavecrest.records.provenance import LEAST_TRANSFORMERS
 
 Check = Callable[[Context], Iterator[Finding]]
 
@@ -276,8 +279,24 @@ def compiler(context: Context) -> Iterator[Finding]:
     )
 
 
+def transformers(context: Context) -> Iterator[Finding]:
+    """A version of transformers older than wavecrest is tested with."""
+    version = context.packages.get("transformers")
+    if version is None or Version(version) >= Version(LEAST_TRANSFORMERS):
+        return
+    yield Finding(
+        check="transformers",
+        level="warn",
+        what=f"transformers {version} is older than {LEAST_TRANSFORMERS}, the first that wavecrest is tested with",
+        why="quantized caches are refused, and some steps do not know its models; before 5.4 so is --generate",
+        action="pip install -U transformers",
+        source="docs/integrations/transformers.md#versions",
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     compiler,
+    transformers,
     architecture,
     graph_replay,
     visibility,

@@ -22,7 +22,9 @@ from wavecrest.records import decode
 
 CHILD_TIMEOUT = 120
 # distributions that checks ask for
-PACKAGES = ("amd-aiter", "aiter", "flashinfer", "flashinfer-python", "pytorch-triton-rocm", "triton", "vllm")
+PACKAGES = (
+    "amd-aiter", "aiter", "flashinfer", "flashinfer-python", "pytorch-triton-rocm", "transformers", "triton", "vllm",
+)  # fmt: skip
 # a child prints every setting of Inductor as text
 _DUMP = (
     "import json, torch._inductor.config as config\n"

@@ -43,7 +43,7 @@ def mask(**given: Any) -> Tensor | None:
     """
     from transformers.masking_utils import bidirectional_mask_function, prepare_padding_mask, sdpa_mask
 
-    # versions before 5 describe queries by a tensor of positions
+    # versions before 5.4 describe queries by a tensor of positions
     if "q_length" not in given:
         return _own(sdpa_mask, given)
     queries, keys, first = given["q_length"], given["kv_length"], given.get("kv_offset", 0)

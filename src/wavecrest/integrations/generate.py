@@ -6,7 +6,6 @@ Both calls share one static key-value cache, so that a step can be compiled and 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +30,10 @@ class Step(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
+        from wavecrest.quantizer.kv_cache import argument_of
+
         self.inner = inner
-        # models of transformers 5 that keep more than keys have another name for it
-        names = inspect.signature(inner.forward).parameters
-        self.cache = "past_key_values" if "past_key_values" in names else "cache"
+        self.cache = argument_of(inner)
 
     def forward(self, input_ids: Tensor, cache: Any, begins: bool) -> Tensor:
         """Map token ids [B, S] to logits [B, vocabulary]; `begins`: they are the first ones of the cache."""
@@ -212,7 +211,8 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
     Raises:
         MissingDependency: transformers is not installed.
         Unsupported: "kv_cache" is given, and the model's attention does not read such a cache.
-        WorkloadError: the model has no cache that a captured step can use, or inputs or options are other ones.
+        WorkloadError: the model has no cache that a captured step can use, transformers is older than 5.4, or inputs
+            or options are other ones.
     """
     try:
         import transformers  # noqa: F401
@@ -220,14 +220,18 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
         raise MissingDependency("transformers", "--generate", "pip install transformers") from error
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise WorkloadError(f"--generate takes a causal language model of transformers, not {type(model).__name__}")
+    from wavecrest.quantizer.kv_cache import version_refusal
+
+    if reason := version_refusal("--generate", "5.4", "whose static caches count their tokens on the device"):
+        raise WorkloadError(reason)
     _check(options)
     tokens = _tokens(inputs)
     cache = _cache(model, tokens, options)
     left = {type(layer).__name__ for layer in cache.layers if not _counts_on_device(layer)}
     if left:
         raise WorkloadError(
-            f"{type(model).__name__} keeps {', '.join(sorted(left))}, which counts its tokens in Python (a sliding "
-            "window) or not at all (a version before 5): a captured step cannot follow it"
+            f"{type(model).__name__} keeps {', '.join(sorted(left))}, which counts its tokens in Python, as for a "
+            "sliding window: a captured step cannot follow it"
         )
     step = Step(model).eval()
     prompt = {"input_ids": tokens, "cache": cache, "begins": True}

@@ -6,6 +6,8 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import cache_utils
 
@@ -16,9 +18,12 @@ from wavecrest.nn.kv_store import Cached, KVStore, check_format
 from wavecrest.ops._flash_decoding.call import MAX_TOKENS
 from wavecrest.quantizer.quality import Quality
 from wavecrest.quantizer.report import CacheRow
+from wavecrest.records.provenance import LEAST_TRANSFORMERS
 
 # its annotations say int where static layers have tensors
 _library: Any = cache_utils
+# before transformers 5.15 a number above 0 is the tokens to keep, later an error; below 0 it is those to remove in both
+_CROPS_TO_LENGTH = "max_length" in inspect.signature(_library.DynamicLayer.crop).parameters
 # the attention implementation that reads these caches
 ATTENTION = "wavecrest"
 
@@ -113,15 +118,20 @@ class QuantizedStaticLayer(_library.CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; `tokens_to_remove` is their number, negated, as transformers has it.
 
+        In versions of transformers whose own `crop` takes a length, a number above 0 is the tokens to keep.
+
         Raises:
-            InvalidArgument: it is above 0.
+            InvalidArgument: it is above 0, and the version has no such meaning for it.
             Unsupported: only a window of tokens is kept.
         """
-        if tokens_to_remove > 0:
+        if tokens_to_remove > 0 and not _CROPS_TO_LENGTH:
             raise InvalidArgument(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if not self.is_croppable:
             raise Unsupported("a layer that keeps a window of tokens cannot take the last ones back: reset the cache")
-        self.cumulative_length.sub_(abs(tokens_to_remove))
+        if tokens_to_remove > 0:
+            self.cumulative_length.clamp_(max=tokens_to_remove)
+        else:
+            self.cumulative_length.sub_(abs(tokens_to_remove))
 
     def reset(self) -> None:
         """Empty the layer, in place."""
@@ -164,8 +174,13 @@ class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
 
         Raises:
             InvalidArgument: the format is unknown, or `max_cache_len` is below 1.
-            Unsupported: the model's attention is another one, or a layer keeps something else than keys and values.
+            Unsupported: the model's attention is another one, a layer keeps something else than keys and values, or
+                transformers is older than 5.14.
         """
+        # older ones write out the masks of prompts, and do not say which layers keep something else
+        why = "whose static caches tell layers apart"
+        if reason := version_refusal("a quantized key-value cache", LEAST_TRANSFORMERS, why):
+            raise Unsupported(reason)
         self.format = check_format(format)
         if not isinstance(max_cache_len, int) or max_cache_len < 1:
             raise InvalidArgument(f"a key-value cache has room for at least 1 token, not {max_cache_len!r}")
@@ -174,7 +189,7 @@ class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
         layers: list[Any] = []
         for own in _library.StaticCache(config=config, max_cache_len=max_cache_len).layers:
             kind = type(own)
-            # transformers before 5.18 has no such layer
+            # transformers before 5.23 has no such layer
             if kind is getattr(_library, "DummyLayer", None):
                 layers.append(own)
                 continue
@@ -185,8 +200,14 @@ class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
             window = own.max_cache_len if slides and own.max_cache_len < max_cache_len else None
             first = not any(isinstance(one, QuantizedStaticLayer) for one in layers)
             layers.append(QuantizedStaticLayer(self.format, max_cache_len, window, slides, checks=first))
-        self.max_cache_len = max_cache_len
+        self._max_cache_len = max_cache_len
         super().__init__(layers=layers)
+
+    # a property, as transformers before 5.20 has one that cannot be set
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens of a sequence at most."""
+        return self._max_cache_len
 
     @property
     def nbytes(self) -> int:
@@ -211,6 +232,13 @@ class QuantizedStaticCache(_library.Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, QuantizedStaticLayer) and layer.store is not None]
 
 
+def version_refusal(what: str, least: str, why: str) -> str:
+    """Why `what` does not run with this version of transformers, if it is older than `least`; or ""."""
+    if Version(transformers.__version__).release >= Version(least).release:
+        return ""
+    return f"{what} needs transformers {least} or later, {why}; this is {transformers.__version__}"
+
+
 def config_of(model: Any) -> Any:
     """The configuration of a model's decoder.
 
@@ -232,7 +260,9 @@ def config_of(model: Any) -> Any:
 
 def argument_of(model: Any) -> str:
     """The name that a model's forward has for its cache: "cache" since transformers 5.24, "past_key_values" before."""
-    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache"
+    # a compiled module's own forward takes anything
+    names = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+    return "past_key_values" if "past_key_values" in names else "cache"
 
 
 class ThroughCache:

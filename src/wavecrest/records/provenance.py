@@ -30,6 +30,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CHANGES = "+changes"
 # in the package, the measured rows that ship with it: data that `wavecrest tune` writes
 TABLES = "dispatch/tuned/data"
+# the oldest transformers that wavecrest is tested with; pyproject.toml has it too
+LEAST_TRANSFORMERS = "5.14"
 
 _COMPILED = (".pyc", ".so", ".o")
 _STAMP = re.compile(rf"(?P<commit>[0-9a-f]{{7,40}})@(?P<source>[0-9a-f]{{{HASH_DIGITS}}})")

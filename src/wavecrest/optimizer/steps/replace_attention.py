@@ -253,14 +253,29 @@ def attention_mask(**given: Any) -> Tensor | None:
     see the keys up to their own or a window of them, one row where all queries see the same, else written out
     [B, 1, Sq, Sk]; the last two are added to the scores, in the model's dtype.
     """
-    # versions before 5 describe queries by a tensor of positions: written out
+    # versions before 5.4 describe queries by a tensor of positions
     if "q_length" not in given:
-        return _written_out(given)
+        return _by_positions(given)
     from transformers.masking_utils import bidirectional_mask_function
 
     if given.get("mask_function") is bidirectional_mask_function and given.get("allow_is_bidirectional_skip"):
         return _one_row(given)
     return _compact(given)
+
+
+def _by_positions(given: dict[str, Any]) -> Tensor | None:
+    """The mask where queries are described by their positions: None where transformers' own is, else written out."""
+    import torch
+    import transformers
+    from transformers.masking_utils import sdpa_mask
+
+    from wavecrest.nn.attention import as_bias, warn_written_out
+
+    visible: Tensor | None = sdpa_mask(**given)
+    if visible is None:
+        return None
+    warn_written_out(f"masks of transformers {transformers.__version__}, in a short form from 5.4 on")
+    return as_bias(visible, given.get("dtype", torch.float32))
 
 
 def _is_tracing(tensor: Any) -> bool:
