@@ -90,6 +90,8 @@ def answers(job: distributed._Job) -> None:
         ("Mistral", {"head_dim": 32}),
     ):
         one, divided = model_of(kind, **fields), model_of(kind, seed=job.rank, **fields)
+        # as in transformers 5.17
+        divided.config.base_model_tp_plan["embed_tokens"] = "embedding_rowwise"  # type: ignore[union-attr, index, operator]
         distributed.parallelize(divided)
         attention = divided.model.layers[0].self_attn  # type: ignore[union-attr, index]
         assert attention.q_proj.weight.shape[0] * 2 == one.model.layers[0].self_attn.q_proj.weight.shape[0]

@@ -54,8 +54,8 @@ R = TypeVar("R")
 
 # ranks wait for rank 0 while it optimizes or tunes
 PATIENCE = timedelta(hours=24)
-# styles of transformers' tensor-parallel plans that divide nothing
-WHOLE = ("replicated_with_grad_allreduce",)
+# styles of transformers' tensor-parallel plans whose layers stay whole: embeddings are divided by some versions' plans
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 GATHERED = ("colwise_gather_output", "colwise_rep")
 # rules of the gate about answers; those about threads, memory and gradients are held on rank 0's shard
 RULES = frozenset(
