@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 user error, 2 regression or refused, 3 environment, 130 inte
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
@@ -101,12 +103,18 @@ for _name, _line in COMMANDS.items():
         app.command(_name, short_help=_line)(_module.command)
 
 
+@functools.cache
+def _program() -> Any:
+    # typer makes it anew at every call of `app`: most of the time of a command that is called from Python
+    return get_command(app)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         # bare `wavecrest` is a question
-        code = app(args=argv or ["--help"], prog_name="wavecrest", standalone_mode=False)
+        code = _program()(args=argv or ["--help"], prog_name="wavecrest", standalone_mode=False)
     except WavecrestError as error:
         _shared.print_error(str(error))
         return error.exit_code

@@ -35,6 +35,9 @@ ELEMENTS: dict[str, tuple[int, str]] = {
     "bool": (1, "bool"),
 }
 
+# time to spend on ceilings, roughly, s: a CPU's clock settles slowly
+GPU_SECONDS, CPU_SECONDS = 0.5, 2.0
+
 Shape = tuple[int, ...]
 
 
@@ -326,7 +329,7 @@ def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | No
         device: a torch device name, "cpu" or "cuda:N".
         dtype: torch dtype name of the GEMM (float32 is measured too); random data, never zeros, since power draw
             and with it the clock depend on the data.
-        seconds: time to spend, roughly; None takes 0.5 on a GPU and 2 on the CPU, whose clock settles slowly.
+        seconds: time to spend, roughly; None takes GPU_SECONDS or CPU_SECONDS.
 
     Raises:
         InvalidArgument: `dtype` is not a floating dtype of torch that has a matrix product.
@@ -343,7 +346,7 @@ def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | No
             torch.cuda.synchronize(device)
 
     dtypes = sorted({dtype, "float32"})
-    share = (seconds or (0.5 if on_gpu else 2.0)) / (len(dtypes) + 1)
+    share = (seconds or (GPU_SECONDS if on_gpu else CPU_SECONDS)) / (len(dtypes) + 1)
     with torch.no_grad():
         bandwidth = _best_copy(device, on_gpu, finish, share)
         peak = {name: _best_product(device, getattr(torch, name), on_gpu, finish, share) for name in dtypes}
