@@ -65,6 +65,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
             "integrations.torchao.packed", "integrations.compressed_tensors.load", "integrations.mxfp4.load",
             "integrations.quark.load", "integrations.tirex.patch_tirex",
             "integrations.distributed.parallelize", "integrations.distributed.optimize",
+            "integrations.distributed.apply",
             "integrations.distributed.ParallelResult", "integrations.distributed.on_rank_zero",
             "integrations.distributed.gather_local", "integrations.ray.workers_of", "integrations.vllm.register",
             "integrations.sglang.register",
