@@ -1,8 +1,8 @@
 """Which kernels Triton compiles ahead and which in earnest while a small model generates, as JSON: `python ahead.py`.
 
-Without a GPU the kernels are compiled for sm_90, as far as Triton's IR of it, and a launch does nothing, so that all
-but what they compute is as on one. A process of its own, as kernels defined for Triton's interpreter cannot be
-compiled, and other tests would have compiled some of these.
+Without a GPU the kernels are compiled for sm_90 and a launch does nothing, so that all but what they compute is as on
+one. A process of its own, as kernels defined for Triton's interpreter cannot be compiled, and other tests would have
+compiled some of these.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 
 import wavecrest.ops.common.triton as _triton
 import wavecrest.ops.common.warmup as _ahead
@@ -58,30 +56,10 @@ class _Driver:
         return launch
 
 
-def _no_machine_code() -> None:
-    """Leave out LLVM and ptxas, half of the time: nobody runs their code here, and tests/compile has it."""
-    stages_of = CUDABackend.add_stages
-
-    def made(_ir: Any, metadata: dict[str, Any]) -> bytes:
-        # for a moment with the lock of Python released, as LLVM and ptxas do
-        time.sleep(0.05)
-        metadata |= {"name": "kernel", "shared": 0, "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1}
-        metadata |= {"profile_scratch_size": 0, "profile_scratch_align": 1}
-        return b""
-
-    def shortened(self: Any, stages: dict[str, Any], *how: Any) -> None:
-        stages_of(self, stages, *how)
-        del stages["llir"], stages["ptx"]
-        stages["cubin"] = made
-
-    CUDABackend.add_stages = shortened
-
-
 def stand_in() -> _Driver:
     """Put the driver in the place of a GPU's, and CPU tensors in that of a GPU's."""
     driver = _Driver()
     triton.runtime.driver.set_active(driver)
-    _no_machine_code()
     _triton.emulated = "sm_90"
     _ahead.possible = lambda _device: True
     for name in registry.names():
