@@ -407,15 +407,20 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    layout: str = "bshd",
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, its arguments and meaning, over the op.
 
     What the op does not take PyTorch runs, with an `AttentionFallback` for the reason. A query that sees nothing has 0.
 
+    Args:
+        layout: "bshd" or "bhsd", the order of the result in memory. A model's next operation wants the first.
+
     Returns:
-        [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv].
+        [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv], or contiguous with "bhsd".
     """
-    call = sdpa_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = sdpa_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout)
     if isinstance(call, str):
         for calls in () if torch.compiler.is_compiling() else _watchers:
             calls.append(Call("scaled_dot_product_attention", query.shape[-2], key.shape[-2], None, call))
@@ -426,7 +431,7 @@ def sdpa(
     _note("scaled_dot_product_attention", call, "")
     result = _flash_attention(call)
     assert isinstance(result, Tensor)
-    return result.transpose(1, 2)
+    return result if layout == "bhsd" else result.transpose(1, 2)
 
 
 def sdpa_call(
@@ -438,8 +443,14 @@ def sdpa_call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    layout: str = "bshd",
 ) -> FlashAttentionCall | str:
-    """The call of the op that a call of `scaled_dot_product_attention` is; or why it is left to PyTorch."""
+    """The call of the op that a call of `scaled_dot_product_attention` is; or why it is left to PyTorch.
+
+    Args:
+        layout: as `sdpa` takes it.
+    """
     reason = _left_to_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason:
         return reason
@@ -450,9 +461,9 @@ def sdpa_call(
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = as_bias(attn_mask, query.dtype)
-    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    q, k, v = (query, key, value) if layout == "bhsd" else (one.transpose(1, 2) for one in (query, key, value))
     causal = is_causal and query.shape[2] > 1
-    return FlashAttentionCall(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
+    return FlashAttentionCall(q, k, v, layout, causal=causal, softmax_scale=scale, bias=bias)
 
 
 def _left_to_pytorch(

@@ -139,16 +139,18 @@ def attention(
         enable_gqa: heads of key and value are shared by groups of query's.
 
     Returns:
-        [B, H, Sq, Dv] of query's dtype, with the strides of a contiguous [B, Sq, H, Dv]. A query that sees no key has
-        zeros.
+        [B, H, Sq, Dv] of query's dtype, contiguous where query is, else with the strides of a contiguous
+        [B, Sq, H, Dv]. A query that sees no key has zeros.
 
     Raises:
         InvalidArgument: a shape or device is outside this.
         RuntimeError: PyTorch refuses a call that it was left.
     """
     dtype = rounded(query)
+    # as PyTorch's kernels write it: their result is used without a copy
+    layout = "bhsd" if query.ndim == 4 and query.is_contiguous() else "bshd"
     if dtype is None:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout)
     q, k, v = (in_16_bits(one, dtype) for one in (query, key, value))
     mask = in_16_bits(attn_mask, dtype)
-    return sdpa(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).float()
+    return sdpa(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, layout=layout).float()
