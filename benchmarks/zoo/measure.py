@@ -141,6 +141,10 @@ def _optimized(entry: Entry, loaded: Workload, report: Report, args: argparse.Na
     return result.model
 
 
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
 def _spent(begin: float) -> float:
     return round(time.perf_counter() - begin, 1)
 
@@ -168,10 +172,12 @@ def outcome(record: OptimizeRecord, plan: Plan) -> Row:
                 "predicted": None if step.predicted is None else _digits(step.predicted),
                 "prediction": step.prediction, "chosen": step.chosen,
                 "ratio": None if step.ratio is None else _digits(step.ratio), "seconds": round(step.seconds, 1),
+                "compile_s": round(step.compile_seconds, 1),
             }
             for step in record.steps
             if step.verdict in TOLD or step.sites
         ],
+        "final_s": _seconds(record.final_seconds), "final_expected_s": _seconds(record.final_expected),
         "notes": record.notes,
     }  # fmt: skip
 

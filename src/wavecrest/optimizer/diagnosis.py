@@ -44,6 +44,12 @@ class Traced:
             return cls()
         return cls(Counter(utils.counters["graph_break"]), tuple(utils.get_compilation_metrics()))
 
+    def seconds_since(self) -> float:
+        """Seconds that Dynamo and the compiler behind it have taken since then, over all compilations."""
+        old = {id(entry) for entry in self.metrics}
+        new = [entry for entry in Traced.so_far().metrics if id(entry) not in old]
+        return sum(entry.entire_frame_compile_time_s or 0.0 for entry in new)
+
     def causes_since(self, timed: Traced) -> list[Cause]:
         """Name the graph breaks and functions in eager since then, and the recompiles since `timed`.
 

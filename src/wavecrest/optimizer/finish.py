@@ -49,12 +49,15 @@ def finish(run: RunState) -> None:
     if not run.ledger.applied.steps:
         record.result = _unchanged(run)
     else:
+        begin, compiled = run.seconds_spent, bool(run.ledger.applied.only("compile").steps)
+        record.final_expected = run.costs.final(run.options.budget, compiled=compiled)
         run.current = build(run.workload.model, run.ledger.applied)
         # as the user will run it, with one exception: a fall-back to eager raises. Declared ranges are served with a
         # limit of their own
         default = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
         with strict_compilation(graphs=GRAPHS) if run.workload.ranges else default:
             record.result = _final(run)
+        record.final_seconds = run.seconds_spent - begin
         record.profile_after = run.profile(run.current)
     record.coverage = _coverage()
     run.ledger.save()

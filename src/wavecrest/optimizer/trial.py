@@ -36,7 +36,7 @@ def try_step(run: RunState, one: Candidate) -> StepOutcome:
     Whatever a step or a compiler raises ends that step alone, as refused: the model it ran on was a copy.
     """
     outcome = _outcome(one)
-    before = run.ledger.applied, run.current
+    before, begun = (run.ledger.applied, run.current), Traced.so_far()
     try:
         assert one.found is not None
         if one.step.phase == "environment":
@@ -45,6 +45,7 @@ def try_step(run: RunState, one: Candidate) -> StepOutcome:
             _try_on_copy(run, one.step, one.found, outcome)
     except Exception as error:
         _refuse(outcome, error)
+    outcome.compile_seconds = begun.seconds_since()
     changed = run.untouched.put_back()
     if changed:
         # whatever it gained: a step works on a copy

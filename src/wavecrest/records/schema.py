@@ -299,6 +299,8 @@ class StepOutcome(Model):
     numerics: list[BucketError] = Field(default_factory=list)
     quality: list[QualityResult] = Field(default_factory=list)
     seconds: float = 0.0
+    # of these: in Dynamo and the compiler behind it
+    compile_seconds: float = 0.0
 
 
 class Samples(Model):
@@ -376,6 +378,9 @@ class OptimizeRecord(Model):
     coverage: list[DecisionRow] = Field(default_factory=list)
     # of the whole run; None in records of before 2026-11-25 and of interrupted runs
     seconds: float | None = None
+    # of these: the final check and measurement, and what was left for them; None before 2026-11-26
+    final_seconds: float | None = None
+    final_expected: float | None = None
     # None in records made before the gate kept one
     gate: GateSummary | None = None
     notes: list[str] = Field(default_factory=list)

@@ -167,7 +167,10 @@ def details_line(step: StepOutcome) -> str:
         (len(step.quality), "quality check", "quality checks"),
     )
     parts = [f"{number} {one if number == 1 else many}" for number, one, many in counted if number]
-    return " · ".join([*parts, numbers.seconds(step.seconds)])
+    spent = numbers.seconds(step.seconds)
+    if step.compile_seconds >= 0.1 * step.seconds > 0:
+        spent += f", {numbers.seconds(step.compile_seconds)} of it compiling"
+    return " · ".join([*parts, spent])
 
 
 def plain(value: Any) -> str:

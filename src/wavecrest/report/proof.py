@@ -27,6 +27,9 @@ def timer(record: OptimizeRecord) -> list[tuple[str, str]]:
             rows.append(("Drift of the host", f"{drift}: the original, from its first measurement to its last"))
     if record.seconds is not None:
         rows.append(("The whole run", numbers.seconds(record.seconds)))
+    if record.final_seconds is not None and record.final_expected is not None:
+        expected = f"{numbers.seconds(record.final_expected)} were kept for it"
+        rows.append(("The final check and measurement", f"{numbers.seconds(record.final_seconds)}; {expected}"))
     return rows
 
 
