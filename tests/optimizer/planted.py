@@ -34,6 +34,11 @@ def start_clock() -> None:
     CLOCK.seconds, _random = 0.0, np.random.default_rng(0)
 
 
+def normal() -> float:
+    """The next number of the noise, of standard deviation 1."""
+    return float(_random.standard_normal())
+
+
 class Slow(nn.Module):
     """A model with a pause that a step can take out."""
 
@@ -45,7 +50,7 @@ class Slow(nn.Module):
         self.pause = PAUSE
 
     def forward(self, x: Tensor) -> Tensor:
-        CLOCK.advance((WORK + self.pause) * max(0.5, 1 + NOISE * _random.standard_normal()))
+        CLOCK.advance((WORK + self.pause) * max(0.5, 1 + NOISE * normal()))
         return self.second(self.first(x).relu()) * self.scale
 
 

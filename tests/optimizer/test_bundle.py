@@ -296,7 +296,7 @@ FORGED: dict[str, tuple[Callable[[Documents], None], str]] = {
     "verdict of a step": (kept_noise, "noise is kept in the record, tie by its samples"),
     "resolution of a step": (in_step(resolution=0.0), "was not measured"),
     "resolution": (in_run(resolution={"default": 0.0}), "resolution of default"),
-    "no resolution": (no_resolution, "original against itself"),
+    "no resolution": (no_resolution, "a model against itself"),
     "baseline": (baseline, "interval of default"),
     "a pair dropped": (drop_pair, "is of 3 pairs"),
     "the first pair dropped": (drop_first_pair, "pairs are numbered [2, 3, 4]"),

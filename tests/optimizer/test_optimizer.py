@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import (
+    CLOCK,
     PAUSE,
     WORK,
     AddPause,
@@ -28,9 +29,11 @@ from tests.optimizer.planted import (
     RaisesHalfWay,
     RaisesInForward,
     SlightlyWrong,
+    Slow,
     TakeHalfOut,
     TakePauseOut,
     WrongLater,
+    normal,
     slow,
     start_clock,
 )
@@ -650,9 +653,9 @@ def test_a_busy_moment_at_the_start_hides_no_later_gain(run: Run, monkeypatch: p
     """Where the interval decides and the resolution alone makes it a tie, the resolution is measured again."""
     measured: list[bool] = []
 
-    def resolve(measurer: Measurer, *, as_long: bool = False) -> dict[str, timing.Paired]:
+    def resolve(measurer: Measurer, model: nn.Module, *, as_long: bool = False) -> dict[str, timing.Paired]:
         measured.append(as_long)
-        pairs = first(measurer, as_long=as_long)
+        pairs = first(measurer, model, as_long=as_long)
         if not as_long:
             measurer.resolution = 10.0
         return pairs
@@ -666,6 +669,41 @@ def test_a_busy_moment_at_the_start_hides_no_later_gain(run: Run, monkeypatch: p
     assert measured == [False, True]
     attempts = {sample.attempt for sample in result.record.samples if sample.step == "resolution"}
     assert attempts == {1, 2} and result.record.resolution["default"] < 0.02
+
+
+class Restless(Slow):
+    """Its calls differ by `noise`, as those of an eager model do that waits for a busy host."""
+
+    noise, work = 0.8, WORK
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CLOCK.advance((self.work + self.pause) * max(0.2, 1 + self.noise * normal()))
+        return self.second(self.first(x).relu()) * self.scale
+
+
+class TakeNoiseOut(Planted):
+    id = title = "capture"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause, model.noise = 0.0, 0.002
+        return model
+
+
+class LessWork(Planted):
+    id = title = "less work"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.work = 0.95 * model.work
+        return model
+
+
+def test_a_restless_original_hides_no_gain_over_a_quiet_model(run: Run) -> None:
+    """The resolution is that of the model that a candidate is compared with."""
+    torch.manual_seed(0)
+    result = run(TakeNoiseOut(), LessWork(), workload=from_example(Restless().eval(), torch.randn(4, 16)))
+    capture, less = outcome(result, "capture"), outcome(result, "less work")
+    assert capture.verdict == "kept" and capture.resolution is not None and capture.resolution > 0.06
+    assert less.verdict == "kept" and less.resolution is not None and less.resolution < 0.02
 
 
 def test_a_gpu_that_fails_in_a_trial_ends_the_run_so_that_another_process_goes_on(

@@ -598,7 +598,7 @@ def test_the_page_says_how_it_was_proven(sample: Sample) -> None:
         row.blocks = 4
     text = Page(report.render(record)).text
     for part in (
-        "Resolution prefill 1.2 %: the original against itself",
+        "Resolution prefill 1.2 %: one model against itself",
         "4 fresh processes a side that alternate; the interval is over pairs of processes",
         "Drift of the host -3.1 %",
         "Rules 3 of 4 run for every candidate",

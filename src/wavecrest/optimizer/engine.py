@@ -110,7 +110,7 @@ def _prepare(run: RunState) -> None:
     run.untouched.learn()
     run.ledger.save()
     run.progress.phase("resolution: the original against itself")
-    run.ledger.add_resolution(run.measurer.resolve())
+    run.ledger.add_resolution(run.measurer.resolve(run.workload.model))
     run.progress.phase("profile")
     record.ceilings, note = run.analysis.ceilings()
     run.ledger.note(note)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Times = tuple[Sequence[float], Sequence[float]]
 
 RUN_FILE, PLAN_FILE, REPORT_FILE = "run.json", "plan.json", "report.html"
-# names of samples that are of no step: the original against itself, and original against result
+# names of samples that are of no step: a model against itself, and original against result
 RESOLUTION, RESULT = "resolution", "result"
 
 
@@ -145,7 +145,7 @@ class Ledger:
         self.add_samples(step, attempt, {bucket: (pair.base, pair.new) for bucket, pair in pairs.items()})
 
     def add_resolution(self, pairs: Mapping[str, Paired]) -> None:
-        """The original against itself; measured again, it is the next attempt."""
+        """A model against itself; measured again, it is the next attempt."""
         attempt = 1 + max((row.attempt for row in self.record.samples if row.step == RESOLUTION), default=0)
         self.record.resolution = {bucket: timing.resolution(pair) for bucket, pair in pairs.items()}
         self.add_pairs(RESOLUTION, attempt, pairs)

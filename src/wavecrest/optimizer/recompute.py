@@ -194,7 +194,7 @@ def _resolutions(run: _Run) -> dict[int, dict[str, float]]:
 
 def _check_resolution(run: _Run, found: Findings) -> None:
     measured = _resolutions(run)
-    found.holds(bool(measured), "there are no samples of the original against itself")
+    found.holds(bool(measured), "there are no samples of a model against itself")
     last = measured[max(measured)] if measured else {}
     found.holds(list(run.record.resolution) == list(last), "the resolution is of other buckets than its samples")
     for bucket, share in last.items():

@@ -127,9 +127,9 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
         run.gate.summary.timed += watch.check()
     run.ledger.add_pairs(step.id, outcome.attempt, pairs)
     if is_hidden_by_resolution(pairs, run.options.min_gain, run.measurer.resolution):
-        # what was measured at the start may be of a busier moment, and was measured for less time
-        run.progress.phase("resolution: the original against itself, again")
-        run.ledger.add_resolution(run.measurer.resolve(as_long=True))
+        # what was measured before may be of another model and a busier moment, and was measured for less time
+        run.progress.phase("resolution: the model before the step against itself")
+        run.ledger.add_resolution(run.measurer.resolve(run.current, as_long=True))
     outcome.resolution = run.measurer.resolution
     verdict, reason, outcome.ratio, outcome.ci = judge(pairs, run.options.min_gain, run.measurer.resolution)
     outcome.speed = speeds(pairs)

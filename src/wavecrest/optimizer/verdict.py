@@ -36,7 +36,7 @@ def judge(
     Args:
         pairs: by bucket.
         min_gain: the gain to prove (0.02: two percent).
-        resolution: the share below which the original differs from itself here.
+        resolution: the share below which the model before the step differs from itself here.
     """
     ratio, ci = timing.block_speedup([(pair.base, pair.new) for pair in pairs.values()])
     slower = [
@@ -46,7 +46,7 @@ def judge(
     ]
     open_end = timing.keeps(timing.Interval(ci.high, ci.high), min_gain)
     if 1 / (1 + resolution) < ratio < 1 + resolution and not slower:
-        reason = f"no difference that is resolved here (the original against itself: {resolution:.1%})"
+        reason = f"no difference that is resolved here (the model before it against itself: {resolution:.1%})"
         return "tie", f"{UNDECIDED}: {reason}" if open_end else reason, ratio, ci
     if timing.keeps(ci, min_gain) and not slower:
         return "kept", f"faster by at least {min_gain:.0%} (95 %)", ratio, ci

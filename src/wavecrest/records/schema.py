@@ -293,7 +293,7 @@ class StepOutcome(Model):
     expected_seconds: float | None = None
     ratio: float | None = None
     ci: Interval | None = None
-    # the share below which the original differed from itself when it was judged; None where it was not timed in pairs
+    # the share below which a model differed from itself when it was judged; None where it was not timed in pairs
     resolution: float | None = None
     speed: list[BucketSpeed] = Field(default_factory=list)
     numerics: list[BucketError] = Field(default_factory=list)
@@ -366,7 +366,8 @@ class OptimizeRecord(Model):
     # what the user allowed; a record of before 2026-11-26 does not say
     allowed: dict[str, str] | None = None
     baseline: list[BucketBench]
-    # the original against itself, by bucket: differences below this share are not resolved here
+    # a model against itself, by bucket: differences below this share are not resolved here. The original; or, where it
+    # was measured again, the model before the step that asked for it
     resolution: dict[str, float] = Field(default_factory=dict)
     ceilings: Ceilings | None = None
     profile_before: list[BucketProfile] = Field(default_factory=list)

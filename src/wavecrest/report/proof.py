@@ -19,7 +19,7 @@ def timer(record: OptimizeRecord) -> list[tuple[str, str]]:
     rows = []
     if record.resolution:
         floors = ", ".join(f"{bucket} {numbers.percent(floor)}" for bucket, floor in record.resolution.items())
-        rows.append(("Resolution", f"{floors}: the original against itself; smaller differences do not count"))
+        rows.append(("Resolution", f"{floors}: one model against itself; smaller differences do not count"))
     if record.result is not None and record.result.speed:
         rows.append(("Final claim", final_claim(record.result)))
         if record.result.drift is not None:
