@@ -172,9 +172,9 @@ def test_how_many_pairs_memory_and_processors_hold(
     monkeypatch.setattr(children.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else free)
     monkeypatch.setattr(children.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(children.torch.cuda, "mem_get_info", lambda device: (90 << 30, 90 << 30))
-    assert children.pairs_together(device, memory) == count
+    assert children.pairs_together(device, 2 * memory) == count
     monkeypatch.setattr(children.torch.cuda, "mem_get_info", lambda device: (1 << 30, 90 << 30))
-    assert children.pairs_together(device, memory) == (count if device == "cpu" else 0)
+    assert children.pairs_together(device, 2 * memory) == (count if device == "cpu" else 0)
 
 
 def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dic
     Args:
         pairs: jobs by side.
         first: the number of the first pair; its number says which side of a pair is first.
-        memory: bytes that a process takes beside what all take (`memory_of`).
+        memory: bytes that both processes of a pair take beside what all take (`memory_of` of each).
 
     Raises:
         WavecrestError: see `run_child`.
@@ -193,11 +193,11 @@ def pairs_together(device: str, memory: int) -> int:
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device == "cpu":
-        return int(memory <= free)
+        return int(memory // 2 <= free)
     # what this process holds for later is given back before children start
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = min(free, torch.cuda.mem_get_info(device)[0] + held)
-    return min(free // (2 * (memory + CONTEXT_BYTES)), max(1, (os.cpu_count() or 1) // 2))
+    return min(free // (memory + 2 * CONTEXT_BYTES), max(1, (os.cpu_count() or 1) // 2))
 
 
 def memory_of(workload: Workload, result: nn.Module | None = None, calls: int = 0) -> int:

@@ -137,7 +137,8 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
     device, peak = run.workload.device, run.measurer.peak_memory(run.current)
     calls = peak - torch.cuda.memory_allocated() if peak is not None else 0
-    memory = memory_of(run.workload, run.current, calls)
+    # the original's process holds no weights that steps have made
+    memory = memory_of(run.workload, calls=calls) + memory_of(run.workload, run.current, calls)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)

@@ -67,7 +67,7 @@ def run(
                 on_process(index, processes)
             original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
             result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
-            found += run_pairs([{"base": original, "new": result}], index, memory=memory_of(loaded))
+            found += run_pairs([{"base": original, "new": result}], index, memory=2 * memory_of(loaded))
         reports.extend(pair["new"] for pair in found)
         return found
 

@@ -147,7 +147,7 @@ def seconds_of_pairs(context: StepContext, pairs: int) -> float:
 
 def rounds_of_loading(context: StepContext, pairs: int) -> int:
     """How many times, one after the other, `pairs` of child processes wait for loading."""
-    together = pairs_together(context.workload.device, memory_of(context.workload))
+    together = pairs_together(context.workload.device, 2 * memory_of(context.workload))
     if not together or context.device.compute_units <= 1:
         return 2 * pairs
     return math.ceil(pairs / together)
@@ -166,7 +166,7 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
             "base": Job(task, {name: None}, f"a child process without {name}"),
             "new": Job(task, {name: value}, f"a child process with {name}={value}"),
         }
-        memory = memory_of(context.workload)
+        memory = 2 * memory_of(context.workload)
         claim = alternate(
             lambda first, count: run_pairs([jobs] * count, first, memory=memory),
             unit="processes",
