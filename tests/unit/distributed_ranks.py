@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument, PlanError, RankFailed, StepRefused
 from wavecrest.integrations import distributed
+from wavecrest.integrations._shards import shards
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
@@ -70,7 +71,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 def with_cache(workload: Any, options: Any, **_: Any) -> Any:
     """The plan of a run that called the shard with its cache, as rank 0 does alone."""
-    assert not any(layer.group for layer in distributed._shards(workload.model))
+    assert not any(layer.group for layer in shards(workload.model))
     workload.reset("default")
     return SimpleNamespace(plan=plan_of(workload.model))
 
@@ -79,7 +80,7 @@ def planned(workload: Any, options: Any, *, out: Path, **_: Any) -> Any:
     """Instead of a run that measures: its plan."""
     assert out == Path("folder") and options.budget == 3.0 and options.skip == ("environment",)
     # without communication, or the other rank, which waits, would have to call the model too
-    assert not any(layer.group for layer in distributed._shards(workload.model))
+    assert not any(layer.group for layer in shards(workload.model))
     return SimpleNamespace(plan=plan_of(workload.model))
 
 
@@ -106,7 +107,7 @@ def followed(job: distributed._Job) -> None:
     one, divided = model_of("Llama"), distributed.parallelize(model_of("Llama"))
     distributed.api.run = planned  # type: ignore[assignment]
     result = distributed.optimize(divided, INPUTS, out="folder", budget=3.0)
-    assert all(layer.group for layer in distributed._shards(divided))
+    assert all(layer.group for layer in shards(divided))
     assert result.refused == "" and (result.local is None) == bool(job.rank)
     layer = result.model.model.layers[0]  # type: ignore[union-attr, index]
     # 4 + 2 + 2 heads of 16 columns, and 2 · 96 columns, over two ranks
@@ -336,7 +337,7 @@ def refusals(job: distributed._Job) -> None:
             raise KeyError
     except KeyError:
         # the next call would be a rank's part of the answer otherwise
-        assert all(layer.group for layer in distributed._shards(divided))
+        assert all(layer.group for layer in shards(divided))
     say("refusals")
 
 
