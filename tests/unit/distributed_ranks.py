@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging.handlers
 import os
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from wavecrest.errors import InvalidArgument, PlanError, RankFailed, StepRefused
 from wavecrest.integrations import distributed
 from wavecrest.integrations._shards import shards
 from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.gate import reference as references
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
 from wavecrest.optimizer.steps.base import StepContext
@@ -164,14 +166,49 @@ def rounded(job: distributed._Job) -> None:
         copy.deepcopy = planted_memory_error  # type: ignore[assignment]
     reference = made(job, workload, distributed._Own(workload))
     copy.deepcopy = keep
-    assert "no torch.float32 copy of the model (MemoryError: planted)" in reference.note, reference.note
-    assert job.rank or reference.note.startswith("rank 1: ")
+    assert reference.note.startswith("rank 1: no torch.float32 copy of the model (MemoryError: planted)"), (
+        reference.note
+    )
     assert reference.answer(workload.buckets["default"]) is None
     say("rounded")
 
 
 def planted_memory_error(*_: Any) -> Any:
     raise MemoryError("planted")
+
+
+class Full(nn.Module):
+    """An activation that one rank has no memory for in float32."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1 and x.dtype == torch.float32:
+            raise torch.OutOfMemoryError("planted\nsecond line")
+        return nn.functional.silu(x)
+
+
+def out_of_memory(job: distributed._Job) -> None:
+    """One rank raises in the float32 copy, between two sums that the other would wait in: one line on both."""
+    divided = distributed.parallelize(model_of("Llama").bfloat16())
+    divided.model.layers[1].mlp.act_fn = Full(job.rank)  # type: ignore[union-attr, index]
+    told = logging.handlers.BufferingHandler(99)
+    distributed.logger.addHandler(told)
+    assert distributed._check(job, divided, divided, INPUTS) == ""
+    one = "rank 1: the torch.float32 copy raised OutOfMemoryError: planted; the original is the reference"
+    assert {record.getMessage() for record in told.buffer} == {one}, told.buffer
+    told.buffer.clear()
+    keep = references._raise_floats
+    if job.rank:
+        references._raise_floats = planted_memory_error  # type: ignore[assignment]
+    assert distributed._check(job, divided, divided, INPUTS) == ""
+    references._raise_floats = keep
+    one = "rank 1: inputs for the torch.float32 copy: MemoryError: planted; the original is the reference"
+    assert {record.getMessage() for record in told.buffer} == {one}, told.buffer
+    distributed.logger.removeHandler(told)
+    say("out of memory")
 
 
 def stored(job: distributed._Job) -> None:
@@ -368,7 +405,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     job = distributed._Job()
-    for part in (answers, followed, compiled, rounded, stored, cached, commanded, not_captured, refusals, failures):
+    for part in (
+        answers,
+        followed,
+        compiled,
+        rounded,
+        out_of_memory,
+        stored,
+        cached,
+        commanded,
+        not_captured,
+        refusals,
+        failures,
+    ):
         part(job)
     os._exit(0)
 

@@ -86,14 +86,19 @@ class _Job:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def lines(self, line: str) -> list[str]:
+        """A line of each rank, on every rank."""
+        found = [""] * self.ranks
+        with _ended():
+            dist.all_gather_object(found, line, group=self.group)
+        return found
+
     def agree(self, error: Exception | None) -> None:
         """Raise on every rank if one has an error: its own, or which other rank has which."""
-        found: list[Any] = [None] * self.ranks
-        with _ended():
-            dist.all_gather_object(found, None if error is None else _line(error), group=self.group)
+        lines = self.lines("" if error is None else _line(error))
         if error is not None:
             raise error
-        failed = [(rank, line) for rank, line in enumerate(found) if line]
+        failed = [(rank, line) for rank, line in enumerate(lines) if line]
         if failed:
             raise RankFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
 
@@ -407,24 +412,54 @@ class _Caller(nn.Module):
 
 
 class _Reference(Reference):
-    """The parallel model in higher precision: a copy of each rank's shard, which all ranks call together."""
+    """The parallel model in higher precision: a copy of each rank's shard, which all ranks call together.
+
+    An error of one rank is no answer on all, with the same note. A rank may raise anywhere in the model, and another
+    would wait for it in the next collective up to the job's timeout; so all ranks meet in front of each.
+    """
 
     def __init__(self, job: _Job, workload: Workload, own: _Own) -> None:
         super().__init__(workload)
         self._job, self._own = job, own
-        notes: list[str] = [""] * job.ranks
-        dist.all_gather_object(notes, self.note, group=job.group)
-        for rank, note in enumerate(notes):
-            if note and not self.note:
-                # what one rank has no memory for, none calls
-                self._model, self.note = None, f"rank {rank}: {note}"
+        # of the call: the note of a rank that raised
+        self._failed = ""
+        self.note = self._agreed(self.note)
+        if self.note:
+            # what one rank has no memory for, none calls
+            self._model = None
+        for layer in shards(self._model) if self._model is not None else ():
+            layer.linear.register_forward_hook(self._meet)
 
     def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:
         """As `Reference.answer`; rank 0 makes the others call too."""
-        if self._model is not None and self._job.rank == 0:
+        if self._model is None:
+            return None
+        if self._job.rank == 0:
             self._job.tell((REFERENCE, self._own.sent((inputs.args, dict(inputs.kwargs)))))
-        with _ended():
-            return super().answer(inputs)
+        before, self.note, self._failed = self.note, "", ""
+        found = None
+        try:
+            found = super().answer(inputs)
+        except Exception as error:
+            self.note = f"inputs for the {self._high} copy: {_line(error)}; the original is the reference"
+        # a rank that met another's error has heard of it, and the other goes no further
+        self._failed = self._failed or self._agreed(self.note)
+        self.note = self._failed or before
+        if self._failed and self._failed != before:
+            logger.warning("%s", self.note)
+        return None if self._failed else found
+
+    def _meet(self, *_: Any) -> None:
+        self._failed = self._agreed("")
+        if self._failed:
+            raise RankFailed(self._failed)
+
+    def _agreed(self, note: str) -> str:
+        """The note of all ranks, or of the first that has one, with its number."""
+        notes = self._job.lines(note)
+        if len(set(notes)) == 1:
+            return note
+        return next(f"rank {rank}: {one}" for rank, one in enumerate(notes) if one)
 
 
 def _answer(job: _Job, models: tuple[nn.Module, nn.Module], reference: Reference, own: _Own) -> None:
