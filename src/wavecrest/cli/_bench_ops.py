@@ -341,9 +341,9 @@ def summary(bench: OpBench, peak_gbps: float | None = None) -> list[str]:
             f"({escape(elsewhere)})"
         )
     if busy:
-        (share, where), (best, elsewhere) = min(busy), max(busy)
+        (least, where), (most, elsewhere) = min(busy), max(busy)
         lines.append(
-            f"cases limited by arithmetic ({len(busy)}): {share:.1%} ({escape(where)}) to {best:.1%} "
+            f"cases limited by arithmetic ({len(busy)}): {least:.1%} ({escape(where)}) to {most:.1%} "
             f"({escape(elsewhere)}) of the datasheet's peak"
         )
     shares = {

@@ -164,7 +164,7 @@ class _Step(NamedTuple):
     name: str
     inst: Any
     size: int
-    action: decode.Action | None
+    action: actions.Action | None
     function: opcodes.Opcode | None
     operands: Mapping[str, int | Sequence[int]]
 
