@@ -103,7 +103,7 @@ def _bench(path: Path) -> Iterator[Line]:
 
 
 def _limit(op: str, case: records.OpCase, ms: float, peak_gbps: float | None) -> Line:
-    """What a case says that bandwidth does not limit: the tokens of a recurrence, or the rate of arithmetic."""
+    """A case that bandwidth does not limit: the tokens of a recurrence, or the rate of arithmetic."""
     if (count := rates.tokens(op, case)) is not None:
         return {"tokens": count}
     rate = rates.of_arithmetic(case, ms, peak_gbps)
