@@ -17,6 +17,7 @@ from typing import Any
 
 from wavecrest import records
 from wavecrest.bench import ops as bench_ops
+from wavecrest.bench import rates
 from wavecrest.cli import _bench_ops
 from wavecrest.measure.timing import Interval
 from wavecrest.records import files
@@ -79,9 +80,11 @@ def _interval(ci: Interval | None, scale: float = 1.0) -> list[float] | None:
 def _bench(path: Path) -> Iterator[Line]:
     record = records.load_as(path, records.OpBenchRecord)
     for bench in record.ops:
+        sizes = "x".join(next((case.sizes for case in bench.cases if case.sizes), ()))
         yield {
             **_header(path, record), "op": bench.op, "peers": record.peers, "clock": bench.clock,
-            "copy_gbps": round(bench.copy_gbps, 2), "summary": _bench_ops.summary(bench),
+            "copy_gbps": round(bench.copy_gbps, 2), "summary": _bench_ops.summary(bench, record.peak_gbps),
+            **({"sizes": sizes} if sizes else {}),
         }  # fmt: skip
         for case in bench.cases:
             if not case.impls or case.impls[0].ms is None:
@@ -95,7 +98,18 @@ def _bench(path: Path) -> Iterator[Line]:
                 "percent_of_copy": None if share is None else round(share, 4),
                 "peers": {impl.name: [_us(impl.ms), _interval(impl.ci, 1e3)] for impl in others},
                 "ratio": None if case.ratio is None else round(case.ratio, 4), "ratio_ci": _interval(case.ci),
+                **_limit(bench.op, case, ours.ms, record.peak_gbps),
             }  # fmt: skip
+
+
+def _limit(op: str, case: records.OpCase, ms: float, peak_gbps: float | None) -> Line:
+    """A case that bandwidth does not limit: the tokens of a recurrence, or the rate of arithmetic."""
+    if (count := rates.tokens(op, case)) is not None:
+        return {"tokens": count}
+    rate = rates.of_arithmetic(case, ms, peak_gbps)
+    if rate is None or rate.share is None:
+        return {}
+    return {"tflops": round(rate.value, 4), "percent_of_peak": round(100 * rate.share, 4)}
 
 
 def _tuned(path: Path) -> Iterator[Line]:

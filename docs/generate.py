@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,22 +186,58 @@ def _file(run: dict[str, Any]) -> str:
     return f"[`{path.rpartition('/')[2]}`](../evidence/{path}), content {digest}"
 
 
+def _rounded(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _of_copy(case: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _rounded(case["percent_of_copy"]), _rounded(100 * case["copy_us"] / case["us"] if case["copy_us"] else None)
+    )  # fmt: skip
+
+
+def _a_token(case: dict[str, Any]) -> tuple[str, ...]:
+    low, high = (end / case["tokens"] for end in case["ci"])
+    return f"`{case['backend']}`", f"{case['us'] / case['tokens']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _of_peak(case: dict[str, Any]) -> tuple[str, ...]:
+    rate = case.get("tflops")
+    return ("–", "–") if rate is None else (f"{rate:,.0f}", _rounded(case["percent_of_peak"]))
+
+
+def _columns(cases: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[str, ...]]]]:
+    """Titles, and a case's cells below them, by what limits the cases: tokens in turn, arithmetic, or bandwidth."""
+    if all("tokens" in case for case in cases):
+        return [(("runs", "µs a token"), _a_token)]
+    found = []
+    if any("tflops" in case for case in cases):
+        found.append((("TFLOP/s", "% of peak"), _of_peak))
+    if not all("tflops" in case for case in cases):
+        found.append((("% of copy", "% of equal copy"), _of_copy))
+    return found
+
+
 def _op_speed(run: dict[str, Any], cases: list[dict[str, Any]]) -> Iterator[str]:
     """One op: its summary, its cases, its plot."""
-    peers = [peer for peer in run["peers"] if any(peer in case.get("peers", ()) for case in cases)]
     yield f"## [{run['op']}](ops/{run['op']}.md)"
     yield "\n".join(f"- {line}" for line in (*run["summary"], f"Record: {_file(run)}."))
-    rows = [f"| case | ours, µs | % of copy | % of equal copy | {' | '.join(peers)} |", "|---" * (4 + len(peers)) + "|"]
-    for case in cases:
-        if "us" not in case:
-            continue
-        same = 100 * case["copy_us"] / case["us"] if case["copy_us"] else None
-        shown = [f"{value:.0f}" if value is not None else "–" for value in (case["percent_of_copy"], same)]
-        times = [case["peers"].get(peer, [None])[0] for peer in peers]
+    timed = [case for case in cases if "us" in case]
+    # peers, then other backends of the op, those that ran anywhere
+    ran = [name for case in timed for name, (us, _) in case["peers"].items() if us]
+    others = [name for name in dict.fromkeys((*run["peers"], *ran)) if any(name in case["peers"] for case in timed)]
+    columns = _columns(timed)
+    titles = [run.get("sizes") or "case", "ours, µs", *(title for names, _ in columns for title in names), *others]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for case in timed:
+        shown = [cell for _, cells in columns for cell in cells(case)]
+        times = [case["peers"].get(other, [None])[0] for other in others]
         ratios = [f"{time / case['us']:.2f}×" if time else "–" for time in times]
         rows.append("| " + " | ".join([case["case"], f"{case['us']:.2f}", *shown, *ratios]) + " |")
     yield "\n".join(rows)
-    yield f"![{run['op']} by case](plots/{run['op']}.svg)"
+    # the plot is of bandwidth
+    if any(cells is _of_copy for _, cells in columns):
+        yield f"![{run['op']} by case](plots/{run['op']}.svg)"
 
 
 def speed_page() -> str:
@@ -214,15 +250,19 @@ def speed_page() -> str:
         "cache clean: a record's `clock` says so); every implementation is compared "
         "with the oracle before it is timed. *% of copy* is the case's least bytes over its time, as a share of the "
         "bandwidth of a large copy in the same run; *% of equal copy* compares with a copy of as many bytes, which is "
-        "the fairer line for small tensors. A peer's figure is its time over ours: above 1, ours is faster. No AMD "
-        "timing is claimed. " + AS_RUN,
+        "the fairer line for small tensors. Where bandwidth is not what limits a case there are other columns: *µs a "
+        "token* of a recurrence is the time over the tokens of the sequence, through each of which all rows of the "
+        "batch go at once, with its 95 % interval; *TFLOP/s* and *% of peak*, of the datasheet, are those of cases "
+        "that arithmetic limits. A peer's figure is its time over ours: above 1, ours is faster; so is that of "
+        "another backend of the op. No AMD timing is claimed. " + AS_RUN,
     ]
     before = None
     for machine, run, cases in _runs("bench-ops"):
         if machine != before:
             versions = ", ".join(f"{name} ({version})" for name, version in run["peers"].items())
+            beside = f"peers: {versions}" if versions else f"torch {run['torch']}; beside other backends of the ops"
             parts.append(
-                f"**{run['device']}**, {run['created'][:10]}, triton {run['triton']}; peers: {versions}. "
+                f"**{run['device']}**, {run['created'][:10]}, triton {run['triton']}; {beside}. "
                 f"Command: `{run['command']}`; records: `evidence/{machine}/*_bench_*.jsonl.gz`, in short "
                 f"`benchmarks/results/{machine}.jsonl`."
             )

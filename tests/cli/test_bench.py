@@ -14,8 +14,8 @@ import torch
 from tests.ops.op_harness import call_of
 from tests.toy import planted
 from wavecrest import hardware, records
-from wavecrest.bench import sides
-from wavecrest.bench.rates import rates
+from wavecrest.bench import ops, sides, suites
+from wavecrest.bench.rates import RECURRENCES, rates, tokens
 from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
 from wavecrest.dispatch import registry
@@ -318,6 +318,22 @@ def test_rates_of_a_known_device_have_a_share_of_its_peak(
     # 2 · 64³ operations in 20 µs; the 48 KiB of its tensors at 4,800 GB/s take 0.01 µs
     assert "26.2 GFLOP/s" in text and "50% of peak" in text and " 2.46 GB/s" not in text
     assert "peaks: 4,800 GB/s, 0.1 TFLOP/s float32 (NVIDIA datasheet, H200, dense)" in text
+    assert "cases limited by arithmetic (1): 50.0% (64x64x64 fp32) to 50.0% (64x64x64 fp32) of the datasheet" in text
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_has_the_time_of_a_token(name: str) -> None:
+    op = registry.get(name)
+    given = {size: 7 if size == "S" else 2 for size in op.study.sizes}
+    call = op.study.inputs(*given.values(), torch.float32, "cpu")
+    row = ops._describe(op, suites.Case("a", lambda: call, given), call)
+    count = given.get("S", 1)
+    assert tokens(name, row) == count and tokens("rms_norm", row) is None
+    # large enough for a line on bandwidth, which says nothing here
+    row.tensor_bytes = 1 << 30
+    row.impls = [records.ImplTiming(name="wavecrest", ms=0.014 * count)]
+    bench = records.OpBench(op=name, copy_gbps=1.0, copy_bytes=1, cases=[row])
+    assert _bench_ops.summary(bench, 4800.0) == ["a token takes 14.00 µs (a) to 14.00 µs (a)"]
 
 
 @pytest.mark.gpu

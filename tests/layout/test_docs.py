@@ -29,6 +29,38 @@ def test_page_is_up_to_date(generator: ModuleType, page: str) -> None:
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generator.PAGES[page](), "run scripts/docs"
 
 
+def test_columns_of_the_speed_page_are_by_what_limits_a_case(generator: ModuleType) -> None:
+    case = {
+        "case": "2x4", "us": 8.0, "ci": [7.0, 9.0], "backend": "triton", "copy_us": 4.0, "percent_of_copy": 40.0,
+        "peers": {"eager": [16.0, None], "torch": [None, None]},
+    }  # fmt: skip
+    arithmetic = {**case, "case": "64x64", "tflops": 500.4, "percent_of_peak": 51.2, "peers": {}}
+    run = {"op": "toy", "summary": [], "record": "machine/a.jsonl.gz@123", "peers": {}}
+
+    def page(cases: list[dict[str, object]], **fields: object) -> list[str]:
+        lines: list[str] = "\n".join(generator._op_speed({**run, **fields}, cases)).splitlines()
+        return [lines[2], *lines[4:]]
+
+    plot = "![toy by case](plots/toy.svg)"
+    assert page([case, {"case": "none", "problem": "a"}]) == [
+        "| case | ours, µs | % of copy | % of equal copy | eager |", "| 2x4 | 8.00 | 40 | 50 | 2.00× |", plot,
+    ]  # fmt: skip
+    # a peer that was asked for and has no time keeps its column
+    assert page([case], peers={"torch": "2.13"})[:2] == [
+        "| case | ours, µs | % of copy | % of equal copy | torch | eager |", "| 2x4 | 8.00 | 40 | 50 | – | 2.00× |"
+    ]  # fmt: skip
+    assert page([{**case, "tokens": 4}], sizes="BxS") == [
+        "| BxS | ours, µs | runs | µs a token | eager |", "| 2x4 | 8.00 | `triton` | 2.00 [1.75, 2.25] | 2.00× |"
+    ]  # fmt: skip
+    assert page([arithmetic]) == ["| case | ours, µs | TFLOP/s | % of peak |", "| 64x64 | 8.00 | 500 | 51 |"]
+    assert page([case, arithmetic]) == [
+        "| case | ours, µs | TFLOP/s | % of peak | % of copy | % of equal copy | eager |",
+        "| 2x4 | 8.00 | – | – | 40 | 50 | 2.00× |",
+        "| 64x64 | 8.00 | 500 | 51 | 40 | 50 | – |",
+        plot,
+    ]
+
+
 def test_every_variable_and_setting_is_in_the_page(generator: ModuleType) -> None:
     from wavecrest import env
 

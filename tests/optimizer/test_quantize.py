@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.quantize import Quantize
 from wavecrest.profile.least_time import LeastTimes, Work
+from wavecrest.records import StepOutcome
 
 
 class Net(nn.Module):
@@ -140,6 +143,32 @@ def test_a_plan_gives_the_same_bits_again(run: Run, tmp_path: Any) -> None:
     again = Plan.load(tmp_path / "plan.json").apply(workload().model, torch.randn(16, 64))
     x = work.buckets["default"].args[0]
     assert torch.equal(again(x), made.model(x))
+
+
+@pytest.mark.parametrize("other_versions", [False, True], ids=["same versions", "verified again"])
+def test_original_weights_are_free_once_the_model_is_given_up(other_versions: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 8)).bfloat16().eval(), torch.randn(4, 512)
+    work, step = from_example(model, x.bfloat16()), step_by_id("quantize")
+    plan = Plan.start(work, hardware.cpu(), {"default": {}})
+    params = {"formats": {"0": "int8"}, "quality": 0.1}
+    outcome = StepOutcome(
+        id=step.id, title=step.title, level=step.level, params=params, verdict="kept", reason="planted"
+    )
+    plan.steps, plan.stack = [outcome], [step.id]
+    if other_versions:
+        plan.fingerprint.torch = "0.0"
+    del work
+    weight, bias = weakref.ref(model[0].weight), weakref.ref(model[0].bias)
+    made: Any = plan.apply(model, x.bfloat16()) if other_versions else plan.apply(model)
+    with torch.no_grad():
+        made(x.bfloat16())
+    gc.collect()
+    # the model stays as it is, and is what holds the weight
+    assert weight() is model[0].weight and made[0].weight.format == "int8"
+    del model
+    gc.collect()
+    assert weight() is None and bias() is made[0].bias
 
 
 def test_bad_wishes_and_plans_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging.handlers
 import os
 import sys
 from dataclasses import replace
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument, PlanError, RankFailed, StepRefused
 from wavecrest.integrations import distributed
+from wavecrest.integrations._shards import shards
 from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.gate import reference as references
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
 from wavecrest.optimizer.steps.base import StepContext
@@ -70,7 +73,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 def with_cache(workload: Any, options: Any, **_: Any) -> Any:
     """The plan of a run that called the shard with its cache, as rank 0 does alone."""
-    assert not any(layer.group for layer in distributed._shards(workload.model))
+    assert not any(layer.group for layer in shards(workload.model))
     workload.reset("default")
     return SimpleNamespace(plan=plan_of(workload.model))
 
@@ -79,7 +82,7 @@ def planned(workload: Any, options: Any, *, out: Path, **_: Any) -> Any:
     """Instead of a run that measures: its plan."""
     assert out == Path("folder") and options.budget == 3.0 and options.skip == ("environment",)
     # without communication, or the other rank, which waits, would have to call the model too
-    assert not any(layer.group for layer in distributed._shards(workload.model))
+    assert not any(layer.group for layer in shards(workload.model))
     return SimpleNamespace(plan=plan_of(workload.model))
 
 
@@ -106,7 +109,7 @@ def followed(job: distributed._Job) -> None:
     one, divided = model_of("Llama"), distributed.parallelize(model_of("Llama"))
     distributed.api.run = planned  # type: ignore[assignment]
     result = distributed.optimize(divided, INPUTS, out="folder", budget=3.0)
-    assert all(layer.group for layer in distributed._shards(divided))
+    assert all(layer.group for layer in shards(divided))
     assert result.refused == "" and (result.local is None) == bool(job.rank)
     layer = result.model.model.layers[0]  # type: ignore[union-attr, index]
     # 4 + 2 + 2 heads of 16 columns, and 2 · 96 columns, over two ranks
@@ -163,14 +166,49 @@ def rounded(job: distributed._Job) -> None:
         copy.deepcopy = planted_memory_error  # type: ignore[assignment]
     reference = made(job, workload, distributed._Own(workload))
     copy.deepcopy = keep
-    assert "no torch.float32 copy of the model (MemoryError: planted)" in reference.note, reference.note
-    assert job.rank or reference.note.startswith("rank 1: ")
+    assert reference.note.startswith("rank 1: no torch.float32 copy of the model (MemoryError: planted)"), (
+        reference.note
+    )
     assert reference.answer(workload.buckets["default"]) is None
     say("rounded")
 
 
 def planted_memory_error(*_: Any) -> Any:
     raise MemoryError("planted")
+
+
+class Full(nn.Module):
+    """An activation that one rank has no memory for in float32."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1 and x.dtype == torch.float32:
+            raise torch.OutOfMemoryError("planted\nsecond line")
+        return nn.functional.silu(x)
+
+
+def out_of_memory(job: distributed._Job) -> None:
+    """One rank raises in the float32 copy, between two sums that the other would wait in: one line on both."""
+    divided = distributed.parallelize(model_of("Llama").bfloat16())
+    divided.model.layers[1].mlp.act_fn = Full(job.rank)  # type: ignore[union-attr, index]
+    told = logging.handlers.BufferingHandler(99)
+    distributed.logger.addHandler(told)
+    assert distributed._check(job, divided, divided, INPUTS) == ""
+    one = "rank 1: the torch.float32 copy raised OutOfMemoryError: planted; the original is the reference"
+    assert {record.getMessage() for record in told.buffer} == {one}, told.buffer
+    told.buffer.clear()
+    keep = references._raise_floats
+    if job.rank:
+        references._raise_floats = planted_memory_error  # type: ignore[assignment]
+    assert distributed._check(job, divided, divided, INPUTS) == ""
+    references._raise_floats = keep
+    one = "rank 1: inputs for the torch.float32 copy: MemoryError: planted; the original is the reference"
+    assert {record.getMessage() for record in told.buffer} == {one}, told.buffer
+    distributed.logger.removeHandler(told)
+    say("out of memory")
 
 
 def stored(job: distributed._Job) -> None:
@@ -336,7 +374,7 @@ def refusals(job: distributed._Job) -> None:
             raise KeyError
     except KeyError:
         # the next call would be a rank's part of the answer otherwise
-        assert all(layer.group for layer in distributed._shards(divided))
+        assert all(layer.group for layer in shards(divided))
     say("refusals")
 
 
@@ -367,7 +405,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     job = distributed._Job()
-    for part in (answers, followed, compiled, rounded, stored, cached, commanded, not_captured, refusals, failures):
+    for part in (
+        answers,
+        followed,
+        compiled,
+        rounded,
+        out_of_memory,
+        stored,
+        cached,
+        commanded,
+        not_captured,
+        refusals,
+        failures,
+    ):
         part(job)
     os._exit(0)
 

@@ -17,7 +17,7 @@ from wavecrest import cc, env
 from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, OutOfBounds, Unsupported
 from wavecrest.isa import emulate
-from wavecrest.isa.emulate import decode, driver, machine
+from wavecrest.isa.emulate import actions, decode, driver, machine
 from wavecrest.isa.emulate.code_object import CodeObject, unpack
 from wavecrest.isa.emulate.memory import Guard
 
@@ -167,7 +167,7 @@ DS = {
 )
 def test_lds_accesses(name: str, wanted: dict[str, int]) -> None:
     inst, raw = _instruction(8, DS, {"offset0": 5, "offset1": 2, "addr": 7, "data0": 5, "data1": 6, "vdst": 9})
-    action = decode.action(name, inst, raw, "gfx942")
+    action = actions.action(name, inst, raw, "gfx942")
     assert action is not None and action[0] == "lds"
     assert wanted.items() <= action[1].items() and action[1]["vaddr"] == 7 and action[1]["wave"] == 64
     machine.Entry().set_action(*action)
@@ -186,7 +186,7 @@ def test_lds_accesses(name: str, wanted: dict[str, int]) -> None:
 )
 def test_lds_atomics(name: str, wanted: dict[str, int]) -> None:
     inst, raw = _instruction(8, DS, {"addr": 7, "data0": 5, "data1": 6, "vdst": 9})
-    action = decode.action(name, inst, raw, "gfx942")
+    action = actions.action(name, inst, raw, "gfx942")
     assert action is not None and action[0] == "lds_atomic" and wanted.items() <= action[1].items()
     machine.Entry().set_action(*action)
 
@@ -201,19 +201,19 @@ def test_matrix_instructions() -> None:
     values = {"vdst": 8, "src0": 256 + 2, "src1": 256 + 4, "src2": 128}
     inst, raw = _instruction(8, MFMA, values)
     with pytest.raises(NotImplementedError, match="BF16_1K"):
-        decode.action("V_MFMA_F32_32X32X8_BF16_1K", inst, raw, "gfx942")
-    name, fields = decode.action("V_MFMA_F32_16X16X32_BF8_FP8", inst, raw, "gfx942") or ("", {})
+        actions.action("V_MFMA_F32_32X32X8_BF16_1K", inst, raw, "gfx942")
+    name, fields = actions.action("V_MFMA_F32_16X16X32_BF8_FP8", inst, raw, "gfx942") or ("", {})
     assert name == "matrix" and (fields["M"], fields["N"], fields["K"], fields["blocks"]) == (16, 16, 32, 1)
     assert (fields["format_a"], fields["format_b"]) == (machine.E5M2FNUZ, machine.E4M3FNUZ)
     assert (fields["s0"], fields["s1"], fields["s2"], fields["scaled"]) == (2, 4, 128, -1)
-    _, other = decode.action("V_MFMA_F32_16X16X32_BF8_FP8", inst, raw, "gfx950") or ("", {})
+    _, other = actions.action("V_MFMA_F32_16X16X32_BF8_FP8", inst, raw, "gfx950") or ("", {})
     assert (other["format_a"], other["format_b"]) == (machine.E5M2, machine.E4M3)
     inst, raw = _instruction(8, MFMA, values | {"blgp": 1})
     with pytest.raises(NotImplementedError, match="broadcast"):
-        decode.action("V_MFMA_F32_16X16X16_F16", inst, raw, "gfx942")
+        actions.action("V_MFMA_F32_16X16X16_F16", inst, raw, "gfx942")
     inst, raw = _instruction(8, MFMA, values | {"src0": 242})
     with pytest.raises(NotImplementedError, match="constant"):
-        decode.action("V_MFMA_F32_16X16X16_F16", inst, raw, "gfx942")
+        actions.action("V_MFMA_F32_16X16X16_F16", inst, raw, "gfx942")
 
 
 GLOBAL = {
@@ -235,7 +235,7 @@ GLOBAL = {
 def test_global_accesses(name: str, wanted: dict[str, int]) -> None:
     values = {"offset": 0x1FF8, "addr": 7, "data": 5, "saddr": 4, "vdst": 9}
     inst, raw = _instruction(8, GLOBAL, values)
-    action = decode.action(name, inst, raw, "gfx942")
+    action = actions.action(name, inst, raw, "gfx942")
     assert action is not None and action[0] == "flat" and wanted.items() <= action[1].items()
     machine.Entry().set_action(*action)
 
@@ -260,7 +260,7 @@ SMEM = {
 )
 def test_scalar_loads(values: dict[str, int], wanted: dict[str, int]) -> None:
     inst, raw = _instruction(8, SMEM, {"sbase": 3, "sdata": 20} | values)
-    action = decode.action("S_LOAD_DWORDX8", inst, raw, "gfx942")
+    action = actions.action("S_LOAD_DWORDX8", inst, raw, "gfx942")
     assert action is not None and action[0] == "scalar"
     assert ({"bytes": 32, "sbase": 6, "sdata": 20, "store": 0} | wanted).items() <= action[1].items()
     machine.Entry().set_action(*action)
@@ -269,7 +269,7 @@ def test_scalar_loads(values: dict[str, int], wanted: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", ["S_WAITCNT", "BUFFER_WBL2", "BUFFER_INV", "S_NOP", "BUFFER_GL0_INV"])
 def test_what_has_no_effect_here(name: str) -> None:
     inst, raw = _instruction(8, {}, {})
-    assert decode.action(name, inst, raw, "gfx942") == ("nop", {})
+    assert actions.action(name, inst, raw, "gfx942") == ("nop", {})
 
 
 def test_dpp_is_taken_apart() -> None:

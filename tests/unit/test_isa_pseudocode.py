@@ -10,7 +10,7 @@ import pytest
 
 from wavecrest import cc
 from wavecrest.errors import EnvironmentProblem, MissingDependency
-from wavecrest.isa.emulate import decode, machine, opcodes
+from wavecrest.isa.emulate import actions, decode, machine, opcodes
 from wavecrest.isa.emulate.grammar import NotUnderstood, Parser, Type
 from wavecrest.isa.emulate.pseudocode import Variable, Writer
 
@@ -254,7 +254,7 @@ def test_matrix_opcodes_of_gfx90a(cdna: Any, code: str, name: str, words: tuple[
     inst = decode.decode(raw, "gfx90a")
     assert decode.name(inst, raw, "gfx90a") == name
     assert (inst.op_regs["vdst"], inst.op_regs["src0"]) == words
-    _, fields = decode.action(name, inst, raw, "gfx90a") or ("", {})
+    _, fields = actions.action(name, inst, raw, "gfx90a") or ("", {})
     assert (fields["s0"], fields["s1"], fields["acc_cd"], fields["vdst"]) == (2, 2, 1, 0)
 
 
@@ -262,7 +262,7 @@ def test_gfx90a_writes_its_cache_back(cdna: Any) -> None:
     """buffer_wbinvl1_vol, which has no effect here."""
     raw = bytes.fromhex("0000fce000000000") + bytes(8)
     inst = decode.decode(raw, "gfx90a")
-    assert decode.NO_EFFECT.match(decode.name(inst, raw, "gfx90a")) and inst.size() == 8
+    assert actions.NO_EFFECT.match(decode.name(inst, raw, "gfx90a")) and inst.size() == 8
 
 
 def test_gfx90a_has_no_later_matrix_opcodes(cdna: Any) -> None:

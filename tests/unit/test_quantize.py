@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -59,6 +61,21 @@ def test_layers_are_quantized_and_come_back(format: str, dtype: torch.dtype) -> 
     with torch.no_grad():
         assert torch.equal(model.eval()(ids), answer)
     found.restore()
+
+
+@pytest.mark.parametrize("format", ["int8", "w8a8-int8"])
+def test_original_weights_stay_until_they_are_given_up(format: str) -> None:
+    model = causal(torch.bfloat16).eval()
+    weights = [weakref.ref(model.get_submodule(path).weight) for path in LAYERS]
+    # with w8a8 scales of norms move, too
+    found = wavecrest.quantize(model, format, calibration={"input_ids": tokens()})
+    gc.collect()
+    assert None not in [weight() for weight in weights]
+    found.forget()
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(LAYERS)
+    with pytest.raises(InvalidArgument, match="were given up"):
+        found.restore()
 
 
 @pytest.mark.parametrize("format", FORMATS)

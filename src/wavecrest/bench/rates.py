@@ -9,6 +9,8 @@ from wavecrest.hardware import Arch
 
 # dtypes of arguments whose peak `Arch` has
 PEAKS = ("float32", "float16", "bfloat16", "int8")
+# ops that go through a sequence token by token: where its length is in the shape of the first argument; a step has one
+RECURRENCES = {"mlstm_chunkwise": 2, "mlstm_sequence": 2, "slstm_sequence": 1, "mlstm_step": None, "slstm_step": None}
 
 
 class Rate(NamedTuple):
@@ -28,6 +30,20 @@ def peak_tflops(arch: Arch | None, dtype: str) -> float | None:
 def source(arch: Arch | None) -> str:
     """Where the peaks of an architecture are from, "" where it is not known."""
     return "" if arch is None else f"{arch.source}, {arch.part}"
+
+
+def tokens(op: str, case: records.OpCase) -> int | None:
+    """Tokens of a case's sequence, each of which waits for the one before; None where the op is no recurrence."""
+    if op not in RECURRENCES or not case.shapes:
+        return None
+    place = RECURRENCES[op]
+    return 1 if place is None else int(case.shapes[0].partition(" ")[0].split("x")[place])
+
+
+def of_arithmetic(case: records.OpCase, ms: float, peak_gbps: float | None) -> Rate | None:
+    """The rate of arithmetic where it is what limits a case; None where memory does, or a peak is not known."""
+    found = rates(case, ms, peak_gbps)
+    return found[0] if len(found) == 1 and found[0].unit == "TFLOP/s" else None
 
 
 def rates(case: records.OpCase, ms: float, peak_gbps: float | None) -> list[Rate]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.lookup import fields_of
 from wavecrest.dispatch.op import AnyOp
-from wavecrest.errors import InvalidArgument
+from wavecrest.dispatch.tuned import Cell
+from wavecrest.errors import InvalidArgument, Unsupported
 
 # default sizes by name; other sizes get one that keeps a tensor of four dimensions small
 DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
@@ -35,9 +37,62 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "floa
 Shape = tuple[tuple[int, ...], str]
 
 
-def call(op: AnyOp, sizes: Sequence[int], dtype: str, device: str) -> AnyCall:
-    """A call with sizes and a torch dtype by name, as `Study.inputs` makes it."""
-    return op.study.inputs(*sizes, getattr(torch, dtype), device)
+def call(
+    op: AnyOp, sizes: Sequence[int], dtype: str, device: str, options: Mapping[str, Cell] | None = None
+) -> AnyCall:
+    """A call with sizes and a torch dtype by name, as `Study.inputs` makes it.
+
+    Args:
+        op, sizes, dtype, device: whose example call, its sizes in the order of `Study.sizes`, and where it is to be.
+        options: other parts of its key, as `Study.call_of_key` makes them; sizes are those of results then.
+
+    Raises:
+        InvalidArgument: the op makes no call with the options.
+    """
+    if not options:
+        return op.study.inputs(*sizes, getattr(torch, dtype), device)
+    assert op.study.call_of_key is not None
+    key = op.key(op.study.inputs(*sizes, getattr(torch, dtype), "meta"))
+    wanted: dict[str, Cell] = dict(zip(op.key_fields, key, strict=True)) | dict(options)
+    # the sizes themselves, of which the key may have buckets
+    named, numbers = words(op), dict(zip(op.study.sizes, sizes, strict=True))
+    exact = {part: numbers[named[part]] for part in op.key_fields if named.get(part) in numbers}
+    text = " ".join(shown(name, value) for name, value in options.items())
+    try:
+        made = op.study.call_of_key(wanted | exact, device)
+        if made is not None:
+            op.check(made)
+            found = dict(zip(op.key_fields, op.key(made), strict=True))
+    except (InvalidArgument, Unsupported) as error:
+        raise InvalidArgument(f"{text}: {error}") from error
+    # what has no meaning in a key of this op, and more elements than a tensor may have
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{text}: {op.name} has no such key ({type(error).__name__}: {error})") from error
+    if made is None:
+        raise InvalidArgument(f"{text}: {op.name} makes no such call")
+    other = [shown(name, found[name]) for name in fields_of(op) if found[name] != wanted[name]]
+    if other:
+        raise InvalidArgument(f"{text}: {op.name} makes a call with {', '.join(other)}")
+    return made
+
+
+def options(op: AnyOp) -> tuple[str, ...]:
+    """The parts of an op's key that its example call may have besides sizes and dtype, such as gemm's activation."""
+    if op.study.call_of_key is None:
+        return ()
+    return tuple(name for name in fields_of(op) if name != "dtype" and name not in words(op))
+
+
+def option(text: str) -> Cell:
+    """A part of a key from text: a number, true or false, or a word."""
+    if text.isdecimal() and len(text) <= MOST_DIGITS:
+        return int(text)
+    return {"true": True, "false": False}.get(text, text)
+
+
+def shown(name: str, value: Cell) -> str:
+    """A part of a key as it is written: "residual=true"."""
+    return f"{name}={str(value).lower() if isinstance(value, bool) or value is None else value}"
 
 
 def one(op: AnyOp, items: Sequence[str], fp8: str | None = None) -> Shape:

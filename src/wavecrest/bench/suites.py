@@ -12,6 +12,7 @@ import torch
 from wavecrest.bench import sizes
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
+from wavecrest.dispatch.tuned import Cell
 from wavecrest.errors import InvalidArgument
 
 SHORT_DTYPES = {long: short for short, long in sizes.SHORT.items()}
@@ -61,11 +62,12 @@ class Case:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def sized(op: AnyOp, shape: sizes.Shape, device: str) -> Case:
-    """The case of sizes and a dtype; its name has the sizes in the order of `Study.sizes`."""
+def sized(op: AnyOp, shape: sizes.Shape, device: str, options: Mapping[str, Cell] | None = None) -> Case:
+    """The case of sizes, a dtype and other parts of the key; its name has the sizes in the order of `Study.sizes`."""
     numbers, dtype = shape
-    name = f"{'x'.join(map(str, numbers))} {SHORT_DTYPES.get(dtype, dtype)}"
-    make = partial(sizes.call, op, numbers, dtype, device)
+    words = [sizes.shown(name, value) for name, value in (options or {}).items()]
+    name = " ".join(("x".join(map(str, numbers)), SHORT_DTYPES.get(dtype, dtype), *words))
+    make = partial(sizes.call, op, numbers, dtype, device, options)
     return Case(name, make, dict(zip(op.study.sizes, numbers, strict=True)))
 
 

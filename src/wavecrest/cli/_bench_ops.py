@@ -216,7 +216,7 @@ def _show_op(bench: OpBench, peers: list[str], peak_gbps: float | None) -> None:
     for case in bench.cases:
         table.add_row(*_row(bench, case, peers, peak_gbps))
     out.print(table)
-    for line in _notes(bench):
+    for line in _notes(bench, peak_gbps):
         out.print(line, soft_wrap=True)
 
 
@@ -282,7 +282,7 @@ def _peer_cell(impl: ImplTiming | None, ours: float) -> str:
     return f"{impl.ms / ours:.2f}×"
 
 
-def _notes(bench: OpBench) -> list[str]:
+def _notes(bench: OpBench, peak_gbps: float | None) -> list[str]:
     """Lines below the table: why a cell is empty, which backend ran, and the op in three numbers."""
     reasons: dict[str, list[str]] = {}
     for case in bench.cases:
@@ -302,16 +302,20 @@ def _notes(bench: OpBench) -> list[str]:
         lines.append(f"[dim]ours ran by backend {escape(', '.join(sorted(backends)))}[/dim]")
     if bench.problem:
         lines.append(f"[red]{escape(bench.problem)}[/red]")
-    return lines + summary(bench)
+    return lines + summary(bench, peak_gbps)
 
 
 def _few(cases: list[str]) -> str:
     return ", ".join(cases[:3]) + (f" and {len(cases) - 3} more" if len(cases) > 3 else "")
 
 
-def summary(bench: OpBench) -> list[str]:
-    """The op in a few numbers: against the best peers, and the lowest percentages where memory is the limit."""
+def summary(bench: OpBench, peak_gbps: float | None = None) -> list[str]:
+    """The op in a few numbers: against the best peers, and its lowest rates by what limits the cases.
+
+    `peak_gbps` is the record's.
+    """
     from wavecrest.bench.ops import percent
+    from wavecrest.bench.rates import of_arithmetic, tokens
 
     lines = []
     if bench.geomean is not None and bench.ci is not None:
@@ -321,11 +325,30 @@ def summary(bench: OpBench) -> list[str]:
             f"best peers: geometric mean {bench.geomean:.2f}× {escape(str(bench.ci))} over {len(judged)} cases; "
             + (f"slower in {len(slower)}: {escape(_few(slower))}" if slower else "slower in none")
         )
+    each, busy, copied = [], [], []
+    for case in bench.cases:
+        ms = case.impls[0].ms if case.impls else None
+        if ms is not None and (count := tokens(bench.op, case)) is not None:
+            each.append((ms / count, case.case))
+        elif ms is not None and (rate := of_arithmetic(case, ms, peak_gbps)) is not None and rate.share is not None:
+            busy.append((rate.share, case.case))
+        else:
+            copied.append(case)
+    if each:
+        (least, where), (most, elsewhere) = min(each), max(each)
+        lines.append(
+            f"a token takes {_shared.format_time(least)} ({escape(where)}) to {_shared.format_time(most)} "
+            f"({escape(elsewhere)})"
+        )
+    if busy:
+        (least, where), (most, elsewhere) = min(busy), max(busy)
+        lines.append(
+            f"cases limited by arithmetic ({len(busy)}): {least:.1%} ({escape(where)}) to {most:.1%} "
+            f"({escape(elsewhere)}) of the datasheet's peak"
+        )
     shares = {
-        "of 64 MiB and more": [case for case in bench.cases if case.tensor_bytes >= LARGE_BYTES],
-        f"with rows of {WIDE_COLUMNS:,} columns and more": [
-            case for case in bench.cases if case.columns >= WIDE_COLUMNS
-        ],
+        "of 64 MiB and more": [case for case in copied if case.tensor_bytes >= LARGE_BYTES],
+        f"with rows of {WIDE_COLUMNS:,} columns and more": [case for case in copied if case.columns >= WIDE_COLUMNS],
     }
     for what, cases in shares.items():
         timed = [

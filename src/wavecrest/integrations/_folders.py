@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wavecrest.errors import CheckpointError, Unsupported
+from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.models.xlstm.loader import weight_files
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
@@ -16,6 +17,9 @@ from wavecrest.quantizer import saved
 from wavecrest.quantizer.api import bytes_of, loaded
 from wavecrest.quantizer.result import Quantized
 from wavecrest.records import decode
+
+# entries of a quantized layer in folders of several methods; every such layer has the first
+SCALE, INPUT = "weight_scale", "input_scale"
 
 
 def settings(folder: Path, method: str) -> tuple[Path, dict[str, Any]]:
@@ -52,6 +56,47 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         except (OSError, module.SafetensorError) as error:
             raise CheckpointError(f"{decode.shown(path)} cannot be read: {error}") from error
     return found
+
+
+def pack(
+    model: nn.Module, tensors: dict[str, Tensor], entries: Sequence[str], folder: Path,
+    read: Callable[[str, dict[str, Tensor], Tensor], tuple[PackedWeight, str]],
+) -> dict[str, str]:  # fmt: skip
+    """Replace the entries of each quantized layer by its packed weight, in place, and its fixed scale of activations.
+
+    Args:
+        model: not quantized, with the names of the folder's weights.
+        tensors: the folder's.
+        entries: those that a quantized layer may have, without the layer's name.
+        folder: what errors name.
+        read: from a layer's name, its entries and the model's weight to the packed weight and the format's name.
+
+    Returns:
+        The format of each quantized layer.
+
+    Raises:
+        CheckpointError: no layer is quantized, one is not the model's, or `read` found an `InvalidArgument`.
+        Unsupported: of `read`, with the layer's name in front.
+    """
+    own = model.state_dict(keep_vars=True)
+    formats: dict[str, str] = {}
+    for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
+        old = own.get(f"{layer}.weight")
+        if old is None:
+            raise CheckpointError(f"{folder} has a quantized layer {layer}, which the model has not")
+        parts = {name: tensors.pop(f"{layer}.{name}") for name in entries if f"{layer}.{name}" in tensors}
+        try:
+            weight, form = read(layer, parts, old)
+        except InvalidArgument as error:
+            raise CheckpointError(f"{folder} is damaged: {layer}: {error}") from error
+        except Unsupported as error:
+            raise Unsupported(f"{layer}: {error}") from error
+        tensors[f"{layer}.weight"], formats[layer] = weight, form
+        if form.startswith("w8a8") and INPUT in parts:
+            tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
+    if not formats:
+        raise CheckpointError(f"{folder} has no quantized layer: no entry ends with {SCALE}")
+    return formats
 
 
 def integers(values: Tensor, bits: int, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> PackedWeight:

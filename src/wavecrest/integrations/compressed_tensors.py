@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.integrations import _folders
+from wavecrest.integrations._folders import INPUT, SCALE
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
 from wavecrest.quantizer.result import Quantized
 
 METHOD = "compressed-tensors"
 # entries of a quantized layer
-PACKED, SCALE, ZERO, SHAPE, ORDER, INPUT = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"
-)  # fmt: skip
-# entries that say nothing where activations are symmetric
-EMPTY = ("input_zero_point",)
+PACKED, ZERO, SHAPE, ORDER = "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx"
+# the last says nothing where activations are symmetric; the bias is left out
+ENTRIES = ("weight", PACKED, SCALE, ZERO, SHAPE, ORDER, INPUT, "input_zero_point")
 
 
 def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | None = None) -> Quantized:
@@ -51,24 +50,11 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
     path = Path(folder)
     groups = _config(path)
     tensors = _folders.tensors_of(path)
-    own = model.state_dict(keep_vars=True)
-    formats: dict[str, str] = {}
-    for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
-        old = own.get(f"{layer}.weight")
-        if old is None:
-            raise CheckpointError(f"{path} has a quantized layer {layer}, which the model has not")
-        parts = {name: tensors.pop(f"{layer}.{name}") for name in _names(layer, tensors)}
-        try:
-            weight, form = _layer(parts, _scheme(layer, groups), old)
-        except InvalidArgument as error:
-            raise CheckpointError(f"{path} is damaged: {layer}: {error}") from error
-        except Unsupported as error:
-            raise Unsupported(f"{layer}: {error}") from error
-        tensors[f"{layer}.weight"], formats[layer] = weight, form
-        if form.startswith("w8a8") and INPUT in parts:
-            tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
-    if not formats:
-        raise CheckpointError(f"{path} has no quantized layer: no entry ends with {SCALE}")
+
+    def read(layer: str, parts: dict[str, Tensor], old: Tensor) -> tuple[PackedWeight, str]:
+        return _layer(parts, _scheme(layer, groups), old)
+
+    formats = _folders.pack(model, tensors, ENTRIES, path, read)
     return _folders.put(model, tensors, formats, path, device)
 
 
@@ -86,12 +72,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if cache is not None:
         raise Unsupported(f"{folder} has scales of a quantized key-value cache (kv_cache_scheme), which no layer takes")
     return groups
-
-
-def _names(layer: str, tensors: dict[str, Tensor]) -> list[str]:
-    """The entries of a quantized layer that a folder has, the bias left out."""
-    known = ("weight", PACKED, SCALE, ZERO, SHAPE, ORDER, INPUT, *EMPTY)
-    return [name for name in known if f"{layer}.{name}" in tensors]
 
 
 def _scheme(layer: str, groups: list[dict[str, Any]]) -> dict[str, Any]:

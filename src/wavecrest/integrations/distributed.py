@@ -7,7 +7,6 @@ on the shard. Ranks agree because rank 0 decides and the others apply what it de
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,12 +18,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from wavecrest.errors import InvalidArgument, RankFailed, StepRefused, WavecrestError
+from wavecrest.integrations._shards import (
+    GatheredLinear,
+    RowParallel,
+    gather_local,
+    is_divided,
+    parallelize,
+    shards,
+)
 from wavecrest.measure.tree import is_object, iter_tensors
 from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer import api
@@ -54,9 +58,6 @@ R = TypeVar("R")
 
 # ranks wait for rank 0 while it optimizes or tunes
 PATIENCE = timedelta(hours=24)
-# styles of transformers' tensor-parallel plans whose layers stay whole: embeddings are divided by some versions' plans
-WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
-GATHERED = ("colwise_gather_output", "colwise_rep")
 # rules of the gate about answers; those about threads, memory and gradients are held on rank 0's shard
 RULES = frozenset(
     ("leaves", "structure", "type", "accuracy", "elements", "top-1", "dependence", "variation", "padding", "edges")
@@ -65,184 +66,6 @@ RULES = frozenset(
 MOST_STATE = 1 << 16
 # in messages the original, the optimized model, and the original in higher precision
 ORIGINAL, OPTIMIZED, REFERENCE = range(3)
-
-
-# torch 2.13 deprecates the older name
-_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-
-
-# by name, which modules hold: a process group cannot be copied
-_groups: dict[str, dist.ProcessGroup] = {}
-
-
-class _Sharded(nn.Module):
-    """A layer whose weight is divided; `group` names the ranks that results are put together over, "" for none."""
-
-    def __init__(self, linear: nn.Linear, group: Any) -> None:
-        super().__init__()
-        self.linear = linear
-        self.group = group
-
-
-class RowParallel(_Sharded):
-    """y = Σ over ranks of x_r · W_rᵀ, plus the bias: x_r [..., K / ranks] is the rank's part of the columns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K / ranks] to [..., N], the same on every rank."""
-        y: Tensor = self.linear(x)
-        if not self.group:
-            return y
-        group = _groups.get(self.group)
-        if group is None or torch.compiler.is_compiling() or y.requires_grad or not y.is_contiguous():
-            return _waited(collectives.all_reduce(y, "sum", self.group))
-        # the functional one takes the host 74 µs and this one 4 (a process group that sends nothing, CPU, 2026-11-26)
-        dist.all_reduce(y, group=group)
-        return y
-
-
-class GatheredLinear(_Sharded):
-    """y = x · Wᵀ with the rows of W divided, and the parts of y put side by side."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N], the same on every rank; [..., N / ranks] without a group."""
-        y: Tensor = self.linear(x)
-        return _waited(_gather(y, y.ndim - 1, self.group)) if self.group else y
-
-
-def _waited(y: Tensor) -> Tensor:
-    """A plain tensor, which the current stream has waited for.
-
-    Outside of compiled code a collective waits when its result is first used. The caller of a model may not use it in
-    time: an event behind the call would not count the last one, and a graph cannot end while it is under way.
-    """
-    return y.wait() if isinstance(y, collectives.AsyncCollectiveTensor) else y
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Divide a transformers model (Llama, Qwen2, Qwen3, Mistral and others of their plan) over the ranks, in place.
-
-    Every rank calls it with the same model. The weights are rank 0's. Q, K, V, gate and up projections keep the rows of
-    the rank's heads and columns, o_proj and down_proj the columns that belong to them, with a sum over the ranks behind
-    them; lm_head its rows of the vocabulary, gathered, where it shares no weight with the embedding. Embeddings and
-    norms are whole on every rank.
-
-    Args:
-        model: in eval mode, on the rank's device. Its config has a tensor-parallel plan.
-        mesh: of one dimension; None: all ranks of the job. The process group is initialized (torchrun, and
-            `torch.distributed.init_process_group`).
-
-    Returns:
-        The model.
-
-    Raises:
-        InvalidArgument: the process group is not initialized, the model has no plan or one with other styles, or
-            heads, columns or rows do not divide by the ranks; nothing is changed then.
-    """
-    mesh = _mesh(model) if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise InvalidArgument(f"parallelize takes a mesh of one dimension, not {mesh.ndim}")
-    styles = _styles(model, mesh.size())
-    group = mesh.get_group().group_name
-    _groups[group] = mesh.get_group()
-    sharded = {id(p) for path, style in styles.items() if style for p in model.get_submodule(path).parameters()}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in sharded and not tensor.is_meta:
-            tensor.data.copy_(distribute_tensor(tensor.data, mesh, [Replicate()]).to_local())
-    for path, style in styles.items():
-        layer = model.get_submodule(path)
-        if not style:
-            continue
-        local = _local(layer, mesh, rows=style != "rowwise")
-        if style == "colwise":
-            model.set_submodule(path, local)
-        else:
-            model.set_submodule(path, (RowParallel if style == "rowwise" else GatheredLinear)(local, group))
-    return model
-
-
-def is_divided(model: nn.Module) -> bool:
-    """Whether `parallelize` divided a model."""
-    return any(isinstance(module, _Sharded) for module in model.modules())
-
-
-def _mesh(model: nn.Module) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise InvalidArgument(
-            "parallelize needs the job's process group: start with torchrun and call "
-            "torch.distributed.init_process_group first"
-        )
-    return init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-
-
-def _styles(model: nn.Module, ranks: int) -> dict[str, str]:
-    """The style of each divided layer, checked: "colwise", "rowwise", "gathered", or "" for one that stays whole."""
-    config: Any = getattr(model, "config", None)
-    base = getattr(model, "base_model_prefix", "")
-    prefix = f"{base}." if base and hasattr(model, base) else ""
-    plan = {prefix + name: style for name, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    if not plan:
-        raise InvalidArgument(f"{type(model).__name__} has no tensor-parallel plan in its config (base_model_tp_plan)")
-    if isinstance(getattr(model, "lm_head", None), nn.Linear):
-        plan["lm_head"] = "colwise_gather_output"
-    known = {"colwise", "rowwise", *GATHERED, *WHOLE}
-    if unknown := sorted(set(plan.values()) - known):
-        raise InvalidArgument(f"{type(model).__name__}: no style {', '.join(unknown)}; there are {', '.join(known)}")
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (count := getattr(config, name, ranks)) % ranks:
-            raise InvalidArgument(f"{name} of {count} does not divide by {ranks} ranks")
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    styles = {}
-    for path, module in model.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), "")
-        if not style or style in WHOLE:
-            continue
-        if type(module) is not nn.Linear:
-            raise InvalidArgument(
-                f"{path} is a {type(module).__name__}; parallelize takes a model before other changes"
-            )
-        if style in GATHERED:
-            # a tied or uneven head stays whole
-            tied = module.weight is embedding or module.weight.shape[0] % ranks
-            styles[path] = "" if tied else "gathered"
-            continue
-        size = module.weight.shape[1 if style == "rowwise" else 0]
-        if size % ranks:
-            raise InvalidArgument(f"{path}: its size of {size} does not divide by {ranks} ranks")
-        styles[path] = style
-    return styles
-
-
-@torch.no_grad()
-def _local(layer: nn.Module, mesh: DeviceMesh, *, rows: bool) -> nn.Linear:
-    """This rank's part of a layer; the bias of a layer divided by columns is rank 0's, as the sum adds it once."""
-    assert isinstance(layer, nn.Linear)
-    weight = distribute_tensor(layer.weight.data, mesh, [Shard(0 if rows else 1)]).to_local().contiguous()
-    bias: Tensor | None = layer.bias
-    if bias is not None:
-        whole = distribute_tensor(bias.data, mesh, [Shard(0) if rows else Replicate()]).to_local()
-        bias = whole if rows or mesh.get_local_rank() == 0 else torch.zeros_like(whole)
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-    if bias is not None:
-        made.bias = nn.Parameter(bias.clone(), requires_grad=layer.weight.requires_grad)
-    return made.train(layer.training)
-
-
-@contextmanager
-def gather_local(model: nn.Module) -> Iterator[nn.Module]:
-    """The shard as a model of its own inside the context: nothing is put together over ranks, and answers are partial.
-
-    Its layers have the shapes and take the time that they have on this rank, without communication.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _Sharded)]
-    groups = [layer.group for layer in layers]
-    try:
-        for layer in layers:
-            layer.group = ""
-        yield model
-    finally:
-        for layer, group in zip(layers, groups, strict=True):
-            layer.group = group
 
 
 class _Job:
@@ -263,14 +86,19 @@ class _Job:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def lines(self, line: str) -> list[str]:
+        """A line of each rank, on every rank."""
+        found = [""] * self.ranks
+        with _ended():
+            dist.all_gather_object(found, line, group=self.group)
+        return found
+
     def agree(self, error: Exception | None) -> None:
         """Raise on every rank if one has an error: its own, or which other rank has which."""
-        found: list[Any] = [None] * self.ranks
-        with _ended():
-            dist.all_gather_object(found, None if error is None else _line(error), group=self.group)
+        lines = self.lines("" if error is None else _line(error))
         if error is not None:
             raise error
-        failed = [(rank, line) for rank, line in enumerate(found) if line]
+        failed = [(rank, line) for rank, line in enumerate(lines) if line]
         if failed:
             raise RankFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
 
@@ -434,7 +262,7 @@ def _followed(
     try:
         with gather_local(model):
             optimized = plan.apply(model, inputs)
-        for ours, theirs in zip(_shards(optimized), _shards(model), strict=True):
+        for ours, theirs in zip(shards(optimized), shards(model), strict=True):
             ours.group = theirs.group
     except Exception as raised:
         error = raised
@@ -443,10 +271,6 @@ def _followed(
     if refused:
         logger.warning("the plan is not in force: %s", refused)
     return ParallelResult(model if refused else optimized, plan, refused, local)
-
-
-def _shards(model: nn.Module) -> list[_Sharded]:
-    return [module for module in model.modules() if isinstance(module, _Sharded)]
 
 
 def _optimize_shard(
@@ -588,24 +412,54 @@ class _Caller(nn.Module):
 
 
 class _Reference(Reference):
-    """The parallel model in higher precision: a copy of each rank's shard, which all ranks call together."""
+    """The parallel model in higher precision: a copy of each rank's shard, which all ranks call together.
+
+    An error of one rank is no answer on all, with the same note. A rank may raise anywhere in the model, and another
+    would wait for it in the next collective up to the job's timeout; so all ranks meet in front of each.
+    """
 
     def __init__(self, job: _Job, workload: Workload, own: _Own) -> None:
         super().__init__(workload)
         self._job, self._own = job, own
-        notes: list[str] = [""] * job.ranks
-        dist.all_gather_object(notes, self.note, group=job.group)
-        for rank, note in enumerate(notes):
-            if note and not self.note:
-                # what one rank has no memory for, none calls
-                self._model, self.note = None, f"rank {rank}: {note}"
+        # of the call: the note of a rank that raised
+        self._failed = ""
+        self.note = self._agreed(self.note)
+        if self.note:
+            # what one rank has no memory for, none calls
+            self._model = None
+        for layer in shards(self._model) if self._model is not None else ():
+            layer.linear.register_forward_hook(self._meet)
 
     def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:
         """As `Reference.answer`; rank 0 makes the others call too."""
-        if self._model is not None and self._job.rank == 0:
+        if self._model is None:
+            return None
+        if self._job.rank == 0:
             self._job.tell((REFERENCE, self._own.sent((inputs.args, dict(inputs.kwargs)))))
-        with _ended():
-            return super().answer(inputs)
+        before, self.note, self._failed = self.note, "", ""
+        found = None
+        try:
+            found = super().answer(inputs)
+        except Exception as error:
+            self.note = f"inputs for the {self._high} copy: {_line(error)}; the original is the reference"
+        # a rank that met another's error has heard of it, and the other goes no further
+        self._failed = self._failed or self._agreed(self.note)
+        self.note = self._failed or before
+        if self._failed and self._failed != before:
+            logger.warning("%s", self.note)
+        return None if self._failed else found
+
+    def _meet(self, *_: Any) -> None:
+        self._failed = self._agreed("")
+        if self._failed:
+            raise RankFailed(self._failed)
+
+    def _agreed(self, note: str) -> str:
+        """The note of all ranks, or of the first that has one, with its number."""
+        notes = self._job.lines(note)
+        if len(set(notes)) == 1:
+            return note
+        return next(f"rank {rank}: {one}" for rank, one in enumerate(notes) if one)
 
 
 def _answer(job: _Job, models: tuple[nn.Module, nn.Module], reference: Reference, own: _Own) -> None:

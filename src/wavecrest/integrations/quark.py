@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.integrations import _folders
+from wavecrest.integrations._folders import INPUT, SCALE
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
 from wavecrest.ops.packed.formats import BLOCK, MX_GROUP
@@ -21,9 +22,7 @@ from wavecrest.quantizer.result import Quantized
 
 METHOD = "quark"
 # entries of a quantized layer
-WEIGHT, SCALE, ZERO, INPUT, INPUT_ZERO = (
-    "weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"
-)  # fmt: skip
+WEIGHT, ZERO, INPUT_ZERO = "weight", "weight_zero_point", "input_zero_point"
 # of a layer whose output is quantized, as keys and values of a cache are, and of one that rotates its input
 OUTPUTS, ROTATION, BIAS = ("output_scale", "output_zero_point"), "input_rotation", "bias_scale"
 # the columns whose values are in the nibbles of an int32 word, lowest first
@@ -64,29 +63,14 @@ def load(
     path = Path(folder)
     about = _config(path)
     tensors = _folders.tensors_of(path)
-    own = model.state_dict(keep_vars=True)
     _check_beside(tensors, weights_only)
-    formats: dict[str, str] = {}
-    for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
-        old = own.get(f"{layer}.weight")
-        if old is None:
-            raise CheckpointError(f"{path} has a quantized layer {layer}, which the model has not")
-        names = [name for name in (WEIGHT, SCALE, ZERO, INPUT, INPUT_ZERO) if f"{layer}.{name}" in tensors]
-        parts = {name: tensors.pop(f"{layer}.{name}") for name in names}
-        try:
-            scheme = _scheme(layer, about)
-            weight, form = _weight(parts, scheme, about, old)
-            if not weights_only:
-                form = _with_activations(parts, weight, form, scheme)
-        except InvalidArgument as error:
-            raise CheckpointError(f"{path} is damaged: {layer}: {error}") from error
-        except Unsupported as error:
-            raise Unsupported(f"{layer}: {error}") from error
-        tensors[f"{layer}.weight"], formats[layer] = weight, form
-        if form.startswith("w8a8") and INPUT in parts:
-            tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
-    if not formats:
-        raise CheckpointError(f"{path} has no quantized layer: no entry ends with {SCALE}")
+
+    def read(layer: str, parts: dict[str, Tensor], old: Tensor) -> tuple[PackedWeight, str]:
+        scheme = _scheme(layer, about)
+        weight, form = _weight(parts, scheme, about, old)
+        return weight, form if weights_only else _with_activations(parts, weight, form, scheme)
+
+    formats = _folders.pack(model, tensors, (WEIGHT, SCALE, ZERO, INPUT, INPUT_ZERO), path, read)
     return _folders.put(model, tensors, formats, path, device)
 
 

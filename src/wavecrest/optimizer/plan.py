@@ -233,6 +233,9 @@ class Plan(files.Model):
     def apply(self, model: nn.Module, example_inputs: Any = None, *, strict: bool = False) -> nn.Module:
         """The optimized model; `model` itself stays as it is, and shares its weights with the result.
 
+        Weights that the plan quantizes are then in memory in both forms. `model` alone holds the original ones: with
+        `model = plan.apply(model)` they are freed.
+
         A plan holds no ranges of shapes: what a run served by padding is applied here at fixed shapes, and others
         compile anew.
 

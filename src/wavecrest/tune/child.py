@@ -81,7 +81,9 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
         if case is None:
             raise InvalidArgument(f"suite {source['suite']} of {op.name} has no case {name!r} in this process")
     elif "sizes" in source:
-        case = suites.Case(name, partial(sizes.call, op, source["sizes"], source["dtype"], device))
+        case = suites.Case(
+            name, partial(sizes.call, op, source["sizes"], source["dtype"], device, source.get("options"))
+        )
     else:
         # a call that is made from its key has that key, or is refused
         return suites.Case(name, partial(untuned_calls.call, op, untuned_calls.parts_of(op, key), device))

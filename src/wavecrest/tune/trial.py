@@ -58,8 +58,8 @@ class Trial:
         ended: candidates that crashed or hung a process, with the reasons; they are not run again.
         alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
             the process.
-        source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …}
-            (`bench.sizes.call`), or nothing, which is from the key (`untuned_calls.call`).
+        source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …},
+            maybe with "options" (`bench.sizes.call`), or nothing, which is from the key (`untuned_calls.call`).
     """
 
     case: suites.Case

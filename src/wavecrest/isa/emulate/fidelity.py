@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from wavecrest.isa.emulate import decode
+from wavecrest.isa.emulate import actions
 
 TRANSCENDENTAL = "transcendental: rounded as the CPU's C library does, the hardware may be one step off"
 SUM_ORDER = "matrix and dot sums: float products are added in another order than the hardware's"
@@ -51,7 +51,7 @@ def of(ops: Mapping[str, int]) -> Fidelity:
         why = reason(opcode)
         if why is not None:
             approximate[why] += count
-        elif decode.NO_EFFECT.match(opcode):
+        elif actions.NO_EFFECT.match(opcode):
             no_effect += count
         else:
             exact += count

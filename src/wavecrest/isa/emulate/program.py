@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wavecrest.errors import EmulationError, OutOfBounds, Unsupported, UnsupportedInstruction
-from wavecrest.isa.emulate import decode, effects, machine, opcodes, watch
+from wavecrest.isa.emulate import actions, decode, effects, machine, opcodes, watch
 from wavecrest.isa.emulate.code_object import CodeObject
 from wavecrest.isa.emulate.grammar import NotUnderstood
 
@@ -164,7 +164,7 @@ class _Step(NamedTuple):
     name: str
     inst: Any
     size: int
-    action: decode.Action | None
+    action: actions.Action | None
     function: opcodes.Opcode | None
     operands: Mapping[str, int | Sequence[int]]
 
@@ -293,7 +293,7 @@ class Program:
             inst = opcodes.decode(code, self.family)
             name = opcodes.name(inst) + "_DPP"
         else:
-            action = decode.action(name, inst, raw, arch)
+            action = actions.action(name, inst, raw, arch)
         if action is not None:
             return _Step(name, inst, size, action, None, {})
         function = opcodes.opcode(inst, self.family)

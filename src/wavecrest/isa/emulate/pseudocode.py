@@ -1,4 +1,4 @@
-"""AMD's pseudocode of an opcode as C: a writer that knows the type of every value.
+"""AMD's pseudocode of an opcode as C: a writer of statements and expressions, whose values have types (`values`).
 
 What it has no meaning for raises `grammar.NotUnderstood`.
 """
@@ -6,9 +6,8 @@ What it has no meaning for raises `grammar.NotUnderstood`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from wavecrest.isa.emulate.grammar import (
     F16,
@@ -23,13 +22,19 @@ from wavecrest.isa.emulate.grammar import (
     Type,
     suffix_type,
 )
-
-
-class Value(NamedTuple):
-    """C text, without a need for parentheses, and its type."""
-
-    c: str
-    type: Type
+from wavecrest.isa.emulate.values import (
+    EXACT,
+    FUNCTIONS,
+    MATH,
+    Value,
+    c_math,
+    common,
+    is_small,
+    quiet_bit,
+    rounded,
+    scaled,
+    wide_type,
+)
 
 
 @dataclass
@@ -42,8 +47,6 @@ class Variable:
     raw: bool = False
 
 
-# a result of integer arithmetic that may be outside of its type, where results saturate
-_EXACT = Type("i", 64)
 # names with a value of their own: C text and type
 _CONSTANTS = {
     "PI": Value("3.14159265358979323846", F64),
@@ -56,8 +59,6 @@ _CONSTANTS = {
 _SPECIAL = {("INF", F16): "INFINITY", ("INF", F32): "INFINITY", ("INF", F64): "(double)INFINITY"}
 _SPECIAL |= {("NAN", F16): "NAN", ("NAN", F32): "NAN", ("NAN", F64): "(double)NAN"}
 _CONVERT = re.compile(r"(bf16|[uif]\d+)_to_(bf16|[uif]\d+)$")
-# functions of one float: name -> C's name without the type's letter
-_MATH = {"floor": "floor", "trunc": "trunc", "sqrt": "sqrt", "log2": "log2", "abs": "fabs", "rint": "rint"}
 
 
 @dataclass
@@ -183,12 +184,12 @@ class Writer:
             if kind is None:
                 raise NotUnderstood(f"assignment to .{target[2]}")
             if target[1][0] == "slice":
-                self._assign_slice(target[1], self.bits(Value(self.converted(value, kind), kind)), kind)
+                self._assign_slice(target[1], Value(self.converted(value, kind), kind).bits(), kind)
                 return
             target = target[1]
             what = target[0]
         if what == "slice":
-            self._assign_slice(target, self.bits(value), value.type)
+            self._assign_slice(target, value.bits(), value.type)
         elif what == "index":
             self._assign_index(target, value)
         elif what == "name":
@@ -209,11 +210,11 @@ class Writer:
             if kind.is_float or not value.type.is_float or kind.kind != "b":
                 value = Value(self.converted(value, kind), kind)
             self.written.setdefault(name, set()).add(value.type)
-            self.lines.append(f"{variable.c} = {self.bits(value).c};")
+            self.lines.append(f"{variable.c} = {value.bits().c};")
             return
         if variable.type != kind:
             value = Value(self.converted(value, kind), kind)
-            self.lines.append(f"{variable.c} = {self.reinterpreted(value, variable.type).c};")
+            self.lines.append(f"{variable.c} = {value.reinterpreted(variable.type).c};")
             return
         self.lines.append(f"{variable.c} = {self.converted(value, kind)};")
 
@@ -267,7 +268,7 @@ class Writer:
         self.lines.append(f"{variable.c} = ({variable.c} & ~(({c})1 << {at})) | ({c}){bit} << {at};")
 
     def _assign_joined(self, parts: list[Node], value: Value) -> None:
-        bits = self.bits(value)
+        bits = value.bits()
         self.serial += 1
         whole = f"joined_{self.serial}"
         self.lines.append(f"{bits.type.c} {whole} = {bits.c};")
@@ -276,7 +277,7 @@ class Writer:
             kind = suffix_type(part[2]) if part[0] == "suffix" else None
             if kind is None or part[1][0] != "name":
                 raise NotUnderstood("assignment to joined values without types")
-            piece = self.reinterpreted(Value(f"({whole} >> {low})", Type("b", value.type.bits)), kind)
+            piece = Value(f"({whole} >> {low})", Type("b", value.type.bits)).reinterpreted(kind)
             if part[1][1] == "D1":
                 self._lane_bit("VCC", piece)
             else:
@@ -335,25 +336,25 @@ class Writer:
         kind = suffix_type(text)
         if kind is None:
             raise NotUnderstood(f".{text}")
-        return self.reinterpreted(self.value(base), kind)
+        return self.value(base).reinterpreted(kind)
 
     def _get_cast(self, kind: Type, node: Node) -> Value:
         value = self.value(node)
         if kind.is_float and (value.type.kind == "b" or (node[0] == "number" and node[1].startswith("0x"))):
-            return self.reinterpreted(value, kind)
+            return value.reinterpreted(kind)
         return Value(self.converted(value, kind), kind)
 
     def _get_select(self, condition: Node, yes: Node, no: Node) -> Value:
         test, a, b = self.truth(condition), self.value(yes), self.value(no)
-        kind = self.common(a.type, b.type)
+        kind = common(a.type, b.type)
         return Value(f"({test} ? {self.converted(a, kind)} : {self.converted(b, kind)})", kind)
 
     def _get_join(self, parts: list[Node]) -> Value:
-        values = [self.bits(self.value(part)) for part in parts]
+        values = [self.value(part).bits() for part in parts]
         total = sum(value.type.bits for value in values)
         kind, low, pieces = Type("b", total), 0, []
         for value in reversed(values):
-            masked = self.reinterpreted(value, Type("u", value.type.bits)).c
+            masked = value.reinterpreted(Type("u", value.type.bits)).c
             pieces.append(f"({kind.c}){masked} << {low}")
             low += value.type.bits
         return Value(f"({' | '.join(pieces)})", kind)
@@ -380,14 +381,14 @@ class Writer:
             # the suffix says what the bits mean, and not how many there are: S0.u32[63 : 32]
             value = Value(register.c, Type("u" if value.type.kind == "u" else "b", register.type.bits))
         at, width, reverse = self.span(("slice", base, high, low))
-        bits = self.bits(value)
+        bits = value.bits()
         if reverse:
             if width not in (32, 64) or at != "0":
                 raise NotUnderstood("reversed bits of another width")
             return Value(f"reverse_bits{width}({bits.c})", Type("b", width))
         kind = Type("u" if value.type.kind == "u" else "b", width)
         shifted = bits.c if at == "0" else f"({bits.c} >> {at})"
-        return self.reinterpreted(Value(shifted, bits.type), kind)
+        return Value(shifted, bits.type).reinterpreted(kind)
 
     def _get_index(self, base: Node, at: Node) -> Value:
         name = base[1] if base[0] == "name" else base[1][1] if base[0] == "suffix" and base[1][0] == "name" else ""
@@ -396,7 +397,7 @@ class Writer:
         if base[0] == "name" and (variable := self.find(base[1])) is not None and variable.count:
             kind = Type("b", variable.type.bits) if variable.raw else variable.type
             return Value(f"{variable.c}[{self.value(at).c}]", kind)
-        bits = self.bits(self.value(base))
+        bits = self.value(base).bits()
         return Value(f"({bits.c} >> {self.value(at).c} & 1)", U1)
 
     def _get_unary(self, operator: str, node: Node) -> Value:
@@ -406,34 +407,17 @@ class Writer:
         if operator == "~":
             if value.type.is_float:
                 raise NotUnderstood("~ of a float")
-            return Value(f"(~{value.c})", _wide(value.type))
+            return Value(f"(~{value.c})", wide_type(value.type))
         if value.type.is_float:
             return Value(f"(-{value.c})", value.type)
-        kind = _wide(value.type)
+        kind = wide_type(value.type)
         return Value(f"(({kind.c})-({kind.c.replace('i', 'u')}){value.c})", kind)
-
-    def common(self, a: Type, b: Type) -> Type:
-        """The type in which two values are combined."""
-        if a == b:
-            return a
-        if a.is_float != b.is_float:
-            if a.kind == "b" or b.kind == "b":
-                return a if a.is_float else b
-            raise NotUnderstood(f"{a} with {b}")
-        if a.is_float:
-            if a.kind != b.kind:
-                raise NotUnderstood(f"{a} with {b}")
-            return max(a, b, key=lambda kind: kind.bits)
-        bits = max(a.bits, b.bits, 32)
-        # as in C: the wider one, unsigned if both are as wide
-        wide = [kind for kind in (_wide(a), _wide(b)) if kind.bits == bits]
-        return Type("i" if all(kind.kind == "i" for kind in wide) else "u", bits)
 
     def _get_power(self, base: Node, exponent: Node) -> Value:
         kind = self.value(base).type
         if base[0] != "number" or float(base[1].rstrip("F")) != 2:
             raise NotUnderstood("a power of another number than 2")
-        return Value(f"{_c_math('ldexp', kind)}(1, {self.converted(self.value(exponent), I32)})", kind)
+        return Value(f"{c_math('ldexp', kind)}(1, {self.converted(self.value(exponent), I32)})", kind)
 
     def _get_binary(self, operator: str, left: Node, right: Node) -> Value:
         if operator == "*":
@@ -442,110 +426,47 @@ class Writer:
                 inner = power[2] if power[0] == "cast" else power
                 if inner[0] == "power" and number[0] != "power":
                     self._get_power(*inner[1:])
-                    return self.scaled(self.value(number), self.value(inner[2]))
+                    return scaled(self.value(number), self.value(inner[2]))
         if operator in ("==", "!=") and right[0] == "suffix" and right[1] == ("name", "DENORM"):
             value = self.value(left)
-            return Value(f"{'!' * (operator == '!=')}is_denormal{value.type.bits}({self.bits(value).c})", U1)
+            return Value(f"{'!' * (operator == '!=')}is_denormal{value.type.bits}({value.bits().c})", U1)
         a, b = self.value(left), self.value(right)
         if operator in ("&&", "||"):
             return Value(f"({a.c} {operator} {b.c})", U1)
         if operator in ("<<", ">>"):
             return self.shifted(operator, a, b)
-        kind = self.common(a.type, b.type)
+        kind = common(a.type, b.type)
         x, y = self.converted(a, kind), self.converted(b, kind)
         if operator == "<>":
             return Value(f"({x} < {y} || {x} > {y})", U1)
         if operator in ("==", "!=", "<", "<=", ">", ">="):
             return Value(f"({x} {operator} {y})", U1)
         if kind.is_float:
-            return self.rounded(f"({x} {operator} {y})", kind)
+            return rounded(f"({x} {operator} {y})", kind)
         if operator == "/":
             raise NotUnderstood("division of integers")
         if self.saturates and kind.bits <= 32:
-            return Value(f"((i64){a.c} {operator} (i64){b.c})", _EXACT)
+            return Value(f"((i64){a.c} {operator} (i64){b.c})", EXACT)
         # signed overflow wraps
         unsigned = kind.c.replace("i", "u")
-        return Value(f"({kind.c})(({unsigned}){x} {operator} ({unsigned}){y})", _wide(kind))
+        return Value(f"({kind.c})(({unsigned}){x} {operator} ({unsigned}){y})", wide_type(kind))
 
     def shifted(self, operator: str, a: Value, b: Value) -> Value:
-        kind = _wide(a.type)
+        kind = wide_type(a.type)
         if a.type.is_float or kind.bits > 64:
             if kind.bits > 64 and not a.type.is_float and operator == ">>":
                 return Value(f"({a.c} >> ({b.c}))", kind)
             raise NotUnderstood(f"a shift of {a.type}")
         x, count = self.converted(a, kind), self.converted(b, U32)
-        if b.type.bits <= (5 if kind.bits == 32 else 6) or (b.c.startswith("(") and _small(b.c, kind.bits)):
+        if b.type.bits <= (5 if kind.bits == 32 else 6) or (b.c.startswith("(") and is_small(b.c, kind.bits)):
             unsigned = kind.c.replace("i", "u")
             x = f"({kind.c})(({unsigned}){x} << {count})" if operator == "<<" else f"({x} >> {count})"
             return Value(x, kind)
         return Value(f"{'left' if operator == '<<' else 'right'}_{kind.c}({x}, {count})", kind)
 
-    def scaled(self, value: Value, by: Value) -> Value:
-        return self.rounded(f"{_c_math('ldexp', value.type)}({value.c}, {self.converted(by, I32)})", value.type)
-
-    def rounded(self, c: str, kind: Type) -> Value:
-        """A result of float arithmetic, rounded to its type."""
-        if kind == F16:
-            return Value(f"round_half({c})", F16)
-        if kind.kind == "bf":
-            return Value(f"round_bfloat({c})", kind)
-        return Value(c, kind)
-
-    def bits(self, value: Value) -> Value:
-        """The bits of a value."""
-        kind = Type("b", value.type.bits)
-        if value.type.is_float:
-            name = "bfloat" if value.type.kind == "bf" else {16: "half", 32: "float", 64: "double"}[kind.bits]
-            return Value(f"{name}_bits({value.c})", kind)
-        if value.type.kind == "i" and kind.bits < 32:
-            return Value(f"((u32){value.c} & {(1 << kind.bits) - 1:#x}u)", kind)
-        return Value(value.c if value.type.kind != "i" else f"({kind.c}){value.c}", kind)
-
-    def reinterpreted(self, value: Value, kind: Type) -> Value:
-        """The low bits of a value as another type."""
-        if value.type == kind:
-            return value
-        bits = self.bits(value)
-        c = bits.c
-        if kind.is_float:
-            name = "bfloat" if kind.kind == "bf" else {16: "half", 32: "float", 64: "double"}[kind.bits]
-            return Value(f"bits_{name}(({'u64' if kind.bits == 64 else 'u32'}){c})", kind)
-        if kind.bits in (32, 64, 128) or kind.bits > 64:
-            return Value(f"({kind.c}){c}", kind)
-        if kind.kind == "i":
-            unused = (32 if kind.bits < 32 else 64) - kind.bits
-            return Value(f"(({kind.c})(({kind.c.replace('i', 'u')}){c} << {unused}) >> {unused})", kind)
-        if bits.type.bits <= kind.bits and value.type.kind != "i" and not _may_overflow(c):
-            return Value(c, kind)
-        return Value(f"(({kind.c}){c} & {(1 << kind.bits) - 1:#x}{'ull' if kind.bits > 32 else 'u'})", kind)
-
     def converted(self, value: Value, kind: Type) -> str:
-        """A value as another type, by value; bits that mean nothing are taken as they are."""
-        have = value.type
-        if have == kind:
-            return value.c
-        if self.saturates and have == _EXACT and kind.bits <= 32 and kind.kind in "ui":
-            low = -(1 << kind.bits - 1) if kind.kind == "i" else 0
-            return f"({kind.c})saturated({value.c}, {low}ll, {low + (1 << kind.bits) - 1}ll)"
-        if have.kind == "b" and kind.is_float:
-            return self.reinterpreted(value, kind).c
-        if have == F64 and kind == F16:
-            return f"round_half_double({value.c})"
-        if have.is_float and kind.is_float:
-            return self.rounded(f"({kind.c}){value.c}", kind).c if kind.bits < have.bits else f"({kind.c}){value.c}"
-        if have.is_float:
-            if kind.kind == "b":
-                return self.bits(value).c
-            if kind.bits == 1:
-                return f"({value.c} != 0)"
-            raise NotUnderstood(f"{have} as {kind}")
-        if kind.is_float:
-            return self.rounded(f"({kind.c}){value.c}", kind).c
-        if kind.bits == 1:
-            return f"({value.c} & 1)" if have.bits != 1 else value.c
-        if kind.bits in (32, 64) or kind.bits > 64:
-            return f"({kind.c}){value.c}"
-        return self.reinterpreted(Value(value.c, Type(have.kind, max(have.bits, 32))), kind).c
+        """As `Value.converted`, where results stop at the ends of their type if those of this opcode do."""
+        return value.converted(kind, saturates=self.saturates)
 
     # calls
 
@@ -558,28 +479,28 @@ class Writer:
             while argument[0] == "cast" and argument[1].is_float and self.value(argument[2]).type.is_float:
                 argument = argument[2]
             value = self.value(argument)
-            bits = self.bits(value)
+            bits = value.bits()
             if name == "cvtToQuietNAN":
-                return self.reinterpreted(Value(f"({bits.c} | {_quiet(value.type):#x})", bits.type), value.type)
+                return Value(f"({bits.c} | {quiet_bit(value.type):#x})", bits.type).reinterpreted(value.type)
             test = {"isNAN": "is_nan", "isSignalNAN": "is_signaling", "isQuietNAN": "is_quiet"}[name]
             return Value(f"{test}{value.type.bits}({bits.c})", U1)
         values = [self.value(argument) for argument in arguments]
         if (match := _CONVERT.match(name)) is not None and len(values) == 1:
             return self._conversion(values[0], match[1], match[2])
-        if name in _MATH and len(values) == 1 and values[0].type.is_float:
-            return self.rounded(f"{_c_math(_MATH[name], values[0].type)}({values[0].c})", values[0].type)
+        if name in MATH and len(values) == 1 and values[0].type.is_float:
+            return rounded(f"{c_math(MATH[name], values[0].type)}({values[0].c})", values[0].type)
         if name.startswith("v_") and (text := self.opcode(name)) is not None:
             return self._other_opcode(name, text, values)
-        function = _FUNCTIONS.get(name)
+        function = FUNCTIONS.get(name)
         if function is None:
             raise NotUnderstood(f"the function {name}")
-        return function(self, values)
+        return function(values)
 
     def _conversion(self, value: Value, source: str, target: str) -> Value:
         have, kind = suffix_type(source), suffix_type(target)
         assert have is not None and kind is not None
         if value.type != have:
-            value = self.reinterpreted(value, have)
+            value = value.reinterpreted(have)
         if have.is_float and not kind.is_float:
             if kind.bits not in (16, 32) or have.kind == "bf":
                 raise NotUnderstood(f"{source}_to_{target}")
@@ -624,7 +545,7 @@ class Writer:
                 raise NotUnderstood(f"the result of {name}")
             kind = next(iter(kinds))
             body = "\n".join(inner.lines)
-            result = inner.reinterpreted(Value("D0", Type("b", 32)), kind).c
+            result = Value("D0", Type("b", 32)).reinterpreted(kind).c
             self.helpers[name] = (
                 f"static inline {kind.c} {name}(const Wave* w, u32 S0, u32 S1, u32 S2) {{\nu32 D0 = 0;\n"
                 f"(void)w, (void)S2;\n{body}\nreturn {result};\n}}\n"
@@ -632,24 +553,8 @@ class Writer:
             self.helpers[name + " kind"] = f"/* {kind.kind}{kind.bits} */\n"
         found = re.search(r"(bf|[a-z])(\d+)", self.helpers[name + " kind"])
         assert found is not None
-        given = [f"(u32){self.bits(value).c}" for value in values]
+        given = [f"(u32){value.bits().c}" for value in values]
         return Value(f"{name}(w, {', '.join(given + ['0'] * (3 - len(given)))})", Type(found[1], int(found[2])))
-
-
-def _wide(kind: Type) -> Type:
-    """The type of a result of arithmetic: at least 32 bits, never bits without a meaning."""
-    bits = 32 if kind.bits <= 32 else 64 if kind.bits <= 64 else 128
-    return kind if kind.is_float else Type("i" if kind.kind == "i" else "u", bits)
-
-
-def _may_overflow(c: str) -> bool:
-    """True if a C expression may have bits above its type's: it is arithmetic on narrow values."""
-    return any(operator in c for operator in ("~", " << ", " + ", " - ", " * "))
-
-
-def _small(c: str, bits: int) -> bool:
-    match = re.fullmatch(r"\(u32\)\(?[iu]\d+\)?\(?(0x[0-9a-f]+)u\)?|\([iu]\d+\)(0x[0-9a-f]+)u", c)
-    return match is not None and int(match[1] or match[2], 16) < bits
 
 
 def _constant(node: Node) -> int | None:
@@ -670,94 +575,3 @@ def _widths(text: str) -> dict[str, int]:
         bits = 32 if int(high) < 32 else 64 if int(high) < 64 else 128
         found[name] = max(found.get(name, 0), bits)
     return found
-
-
-def _c_math(name: str, kind: Type) -> str:
-    return f"__builtin_{name}" + ("" if kind.bits == 64 else "f")
-
-
-def _quiet(kind: Type) -> int:
-    return {16: 0x200, 32: 0x400000, 64: 1 << 51}[kind.bits]
-
-
-def _fma(writer: Writer, values: list[Value]) -> Value:
-    kind = values[0].type
-    if kind == F16:
-        # exact in double but for sums that no rounding to 11 bits can tell apart
-        c = ", ".join(f"(double){value.c}" for value in values)
-        return Value(f"round_half_double(__builtin_fma({c}))", F16)
-    return Value(f"{_c_math('fma', kind)}({', '.join(writer.converted(value, kind) for value in values)})", kind)
-
-
-def _fract(writer: Writer, values: list[Value]) -> Value:
-    x, kind = values[0].c, values[0].type
-    return writer.rounded(f"({x} - {_c_math('floor', kind)}({x}))", kind)
-
-
-def _pow(writer: Writer, values: list[Value]) -> Value:
-    if not values[0].c.endswith(("2.0f", "2.0")):
-        raise NotUnderstood("a power of another number than 2")
-    return writer.rounded(f"{_c_math('exp2', values[1].type)}({values[1].c})", values[1].type)
-
-
-def _turns(name: str) -> Callable[[Writer, list[Value]], Value]:
-    def write(writer: Writer, values: list[Value]) -> Value:
-        return writer.rounded(f"(float){name}_of_turns({values[0].c})", values[0].type)
-
-    return write
-
-
-def _exponent(writer: Writer, values: list[Value]) -> Value:
-    bits, kind = writer.bits(values[0]), values[0].type
-    shift, mask = {16: (10, 31), 32: (23, 255), 64: (52, 2047)}[kind.bits]
-    return Value(f"(i32)({bits.c} >> {shift} & {mask})", I32)
-
-
-def _sign(writer: Writer, values: list[Value]) -> Value:
-    return Value(f"({writer.bits(values[0]).c} >> {values[0].type.bits - 1} & 1)", U1)
-
-
-def _frexp(which: str) -> Callable[[Writer, list[Value]], Value]:
-    def write(writer: Writer, values: list[Value]) -> Value:
-        kind = values[0].type
-        c = f"frexp_{which}({values[0].c})" if which == "exponent" else f"({kind.c})frexp_mantissa({values[0].c})"
-        return Value(c, I32 if which == "exponent" else kind)
-
-    return write
-
-
-def _ldexp(writer: Writer, values: list[Value]) -> Value:
-    return writer.scaled(values[0], values[1])
-
-
-def _signext(writer: Writer, values: list[Value]) -> Value:
-    kind = values[0].type
-    if kind.kind != "i":
-        raise NotUnderstood("signext of an unsigned value")
-    return Value(f"({kind.c}){values[0].c}", Type("i", 64))
-
-
-def _signext_from_bit(writer: Writer, values: list[Value]) -> Value:
-    kind = _wide(values[0].type)
-    return Value(f"sign_from_bit_{kind.c}({values[0].c}, {values[1].c})", kind)
-
-
-def _bit_count(writer: Writer, values: list[Value]) -> Value:
-    return Value(f"(u32)__builtin_popcountll((u64){values[0].c})", U32)
-
-
-_FUNCTIONS: Mapping[str, Callable[[Writer, list[Value]], Value]] = {
-    "fma": _fma,
-    "fract": _fract,
-    "pow": _pow,
-    "sin_turns": _turns("sine"),
-    "cos_turns": _turns("cosine"),
-    "exponent": _exponent,
-    "sign": _sign,
-    "mantissa": _frexp("mantissa"),
-    "frexp_exponent": _frexp("exponent"),
-    "ldexp": _ldexp,
-    "signext": _signext,
-    "signext_from_bit": _signext_from_bit,
-    "bitCount": _bit_count,
-}
