@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.measure.workload import from_example
+from wavecrest.nn.fused_weights import FusedSlice
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
-from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 from wavecrest.records import BucketProfile, CategoryTime
 
 

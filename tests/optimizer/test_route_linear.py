@@ -14,10 +14,10 @@ from wavecrest import nn as ours
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.op import Op
 from wavecrest.measure.workload import Buckets, Workload, from_example
+from wavecrest.nn.fused_weights import FusedSlice
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
-from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 
 class Block(nn.Module):

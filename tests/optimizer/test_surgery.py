@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware, records
+from wavecrest import hardware, ops, records
 from wavecrest import nn as ours
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Workload, from_example
@@ -30,10 +32,10 @@ def applied(workload: Workload, step_id: str, where: StepContext) -> nn.Module:
     return made
 
 
-def llama() -> Workload:
+def llama(**options: Any) -> Workload:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, **options
     )
     model = transformers.LlamaForCausalLM(config).eval()
     for module in model.modules():
@@ -117,6 +119,30 @@ def test_gated_mlp_is_replaced_also_after_fusion() -> None:
     where = StepContext(workload, GPU, model=build(workload.model, kept))
     both = build(workload.model, kept.plus(swap, swap.find(where).params))
     assert not failures(Gate.prepare(workload).check(both))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_a_measured_kernel_makes_the_gated_product_in_the_gemm(
+    activation: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wavecrest.nn import gated_mlp
+
+    workload = llama(hidden_act=activation)
+    steps = AppliedSteps()
+    for step_id in ("fuse_gate_up", "replace_activation"):
+        step = step_by_id(step_id)
+        found = step.find(StepContext(workload, GPU, model=build(workload.model, steps)))
+        steps = steps.plus(step, found.params)
+    made, seen = build(workload.model, steps), []
+    real = gated_mlp.linear
+    monkeypatch.setattr(gated_mlp, "linear", lambda *args, **kw: seen.append(kw["activation"]) or real(*args, **kw))
+    ops.get("gemm").force("triton" if kernel else None)
+    with torch.no_grad():
+        answer = workload.run(next(iter(workload.buckets)), made).logits
+        assert seen == (2 * [f"{made.model.layers[0].mlp.activation}_and_mul"] if kernel else [])
+    ops.get("gemm").force(None)
+    assert torch.allclose(answer, workload.run(next(iter(workload.buckets))).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])

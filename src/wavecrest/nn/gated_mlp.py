@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wavecrest.errors import StepRefused
-from wavecrest.ops import gelu_and_mul, silu_and_mul
+from wavecrest.dispatch.op import Op
+from wavecrest.errors import StepRefused, Unsupported
+from wavecrest.nn.fused_weights import FusedSlice, FusedWeights
+from wavecrest.nn.hooks import plain
+from wavecrest.ops import gelu_and_mul, linear, silu_and_mul
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import linear_call
 
 # (name, definition) of the activations the ops know
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,7 +25,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """y = down_proj(act(gate_proj(x)) · up_proj(x)), x and y of shape [..., hidden]."""
+    """y = down_proj(act(gate_proj(x)) · up_proj(x)), x and y of shape [..., hidden].
+
+    If gate and up are the halves of one fused layer, and a kernel of wavecrest is measured for the GEMM with the gated
+    activation in it, that kernel makes the product.
+    """
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, activation: str) -> None:
         super().__init__()
@@ -30,16 +39,50 @@ class GatedMLP(nn.Module):
         self.up_proj = up_proj
         self.down_proj = down_proj
         self.activation = activation
+        # what the last answer of `_in_one` was found for, and the answer
+        self._asked: tuple[object, ...] = ()
+        self._fuses = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] to [..., hidden]."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.activation == "silu":
-            hidden = silu_and_mul(gate, up)
+        fused = self._halves()
+        if fused is not None and self._in_one(x, fused):
+            hidden = linear(x, fused.weight, fused.bias, activation=f"{self.activation}_and_mul")
         else:
-            hidden = gelu_and_mul(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            if self.activation == "silu":
+                hidden = silu_and_mul(gate, up)
+            else:
+                hidden = gelu_and_mul(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
         out: Tensor = self.down_proj(hidden)
         return out
+
+    def _halves(self) -> FusedWeights | None:
+        """The layer whose halves are gate and up, in this order; None where they are no such halves."""
+        gate, up = self.gate_proj, self.up_proj
+        if not (plain(gate, FusedSlice) and plain(up, FusedSlice)) or gate.fused is not up.fused:
+            return None
+        halves = gate.start == 0 and gate.stop == up.start and up.stop == len(gate.fused.weight) == 2 * gate.stop
+        return gate.fused if halves and gate.is_linear else None
+
+    def _in_one(self, x: Tensor, fused: FusedWeights) -> bool:
+        """True if a measured row names a kernel of wavecrest for GEMM and activation in one; kept until it may change.
+
+        False inside torch.compile, where a decision would be a constant of the graph for any number of rows.
+        """
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        asked = (Op.epoch, x.shape, x.stride(), x.dtype, x.device, fused.weight.data_ptr())
+        if asked != self._asked:
+            call = linear_call(x, fused.weight, fused.bias, activation=f"{self.activation}_and_mul")
+            try:
+                found = op.decide(call)
+                self._fuses = found.own_kernel and found.source != "default"
+            except Unsupported:
+                # strict mode: a call without a measured row is an error, and this one need not be made
+                self._fuses = False
+            self._asked = asked
+        return self._fuses
 
     @classmethod
     def from_module(cls, module: nn.Module) -> GatedMLP:

@@ -13,11 +13,11 @@ from torch import nn
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.activations import name_of
 from wavecrest.nn.activation import activation_name
+from wavecrest.nn.fused_weights import FusedSlice
 from wavecrest.nn.linear import LinearOn, is_conv1d, linear_of_conv1d, linear_on
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
-from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 from wavecrest.optimizer.steps.gemm_choices import choices
 from wavecrest.optimizer.steps.params import LinearBackends
 from wavecrest.optimizer.steps.reads import Reads

@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
 
 class ReplaceActivation(Step):
-    """MLPs of the form down(act(gate(x)) · up(x)) call one fused kernel for act and product."""
+    """MLPs of the form down(act(gate(x)) · up(x)) call one kernel for act and product, or the GEMM before makes it.
+
+    The GEMM does where gate and up are one, and its kernel with the activation is measured.
+    """
 
     id = "replace_activation"
     title = "gated MLP → wavecrest"
     level = 4
     params_type = Sites
+    # gate and up of one GEMM may have the activation in it
+    tried_after = ("fuse_gate_up",)
 
     def find(self, context: StepContext) -> Found:
         """Modules with gate_proj, up_proj, down_proj and act_fn that prove it on a probe."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused, WavecrestError
+from wavecrest.nn.fused_weights import FusedSlice
 from wavecrest.nn.linear import is_conv1d, linear_of_conv1d
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
-from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 from wavecrest.optimizer.steps.params import RoutedSites
 
 if TYPE_CHECKING:

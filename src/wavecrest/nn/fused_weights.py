@@ -1,0 +1,88 @@
+"""Layers that read the same input as one wide layer, and the slices of it that stand in their places.
+
+The model's own forward stays. The first of the fused layers computes the wide result and keeps it for the others. Those
+return their slice if they are called with the same tensor object, and compute their own slice otherwise. So a forward
+that calls them in another order, or with another input, is still right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Layer = nn.Linear | nn.Conv2d
+
+
+class FusedWeights(nn.Module):
+    """The stacked weight of several layers, [sum of outputs, inputs, …], and its last result."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        first = layers[0]
+        self.weight = nn.Parameter(
+            torch.cat([layer.weight.detach() for layer in layers]), requires_grad=first.weight.requires_grad
+        )
+        if any(layer.bias is not None for layer in layers):
+            # zeros of a bias that is not there
+            parts = [
+                layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach()
+                for layer in layers
+            ]
+            learns = any(layer.bias is not None and layer.bias.requires_grad for layer in layers)
+            self.bias = nn.Parameter(torch.cat(parts), requires_grad=learns)
+        else:
+            self.register_parameter("bias", None)
+        # the function that computes the wide result: (x, weight, bias) -> [..., N], of a convolution [B, N, …]
+        self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        if isinstance(first, nn.Conv2d):
+            self.product_of = partial(
+                F.conv2d, stride=first.stride, padding=first.padding, dilation=first.dilation, groups=first.groups
+            )
+        # the dimension of the outputs
+        self.dim = -3 if isinstance(first, nn.Conv2d) else -1
+        # the input of the last wide call, and its result, under one name as two threads may run; None between forwards
+        self.made: tuple[Tensor, Tensor] | None = None
+
+
+class FusedSlice(nn.Module):
+    """Stands where one of the fused layers stood: rows [start, stop) of the stacked weight."""
+
+    def __init__(self, fused: FusedWeights, start: int, stop: int, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.start, self.stop = start, stop
+        self.first, self.last = first, last
+        self.in_features = fused.weight.shape[1]
+        self.out_features = stop - start
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it stands for a Linear layer."""
+        return self.fused.dim == -1
+
+    @property
+    def weight(self) -> Tensor:
+        """This layer's rows, for code that reads them."""
+        return self.fused.weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """This layer's part of the bias, if there is one."""
+        return None if self.fused.bias is None else self.fused.bias[self.start : self.stop]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] to [..., out_features], a view of the wide result; of a convolution [B, C, H, W]."""
+        fused = self.fused
+        if self.first:
+            fused.made = x, fused.product_of(x, fused.weight, fused.bias)
+        made = fused.made
+        if made is None or made[0] is not x:
+            return fused.product_of(x, self.weight, self.bias)
+        if self.last:
+            # nothing outlives the forward
+            fused.made = None
+        return made[1].narrow(fused.dim, self.start, self.out_features)
