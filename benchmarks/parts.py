@@ -175,6 +175,18 @@ def _last_line(log: Any) -> str:
     return lines[-1][:300] if lines else ""
 
 
+# leaders of the groups of processes that run now
+_RUNNING: set[int] = set()
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """End all parts: their groups get no signal that is sent to this process, as by `timeout`."""
+    for pid in list(_RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    raise SystemExit(128 + number)
+
+
 def _process(command: list[str], seconds: float, on_message: Callable[[Row], None]) -> str | None:
     """One process of a part, to its end; returns why it did not end well, or None.
 
@@ -182,6 +194,7 @@ def _process(command: list[str], seconds: float, on_message: Callable[[Row], Non
     """
     with tempfile.TemporaryFile() as log:
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        _RUNNING.add(started.pid)
         late = threading.Event()
 
         def stop() -> None:
@@ -201,6 +214,7 @@ def _process(command: list[str], seconds: float, on_message: Callable[[Row], Non
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
                 started.wait()
+            _RUNNING.discard(started.pid)
         last = _last_line(log)
     if late.is_set():
         return "stopped"
@@ -314,6 +328,16 @@ def run_all(parts: Sequence[Part], command: list[str], budget: float, file: File
 
     `command` starts a part's process, which calls `inside`.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return _run_all(parts, command, budget, file)
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _run_all(parts, command, budget, file)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_all(parts: Sequence[Part], command: list[str], budget: float, file: File) -> int:
     deadline, well = time.monotonic() + budget, True
     for group in _grouped(parts):
         left = deadline - time.monotonic()

@@ -228,9 +228,10 @@ def series(path: Path) -> Iterator[tuple[float, list[float], Any]]:
     """Times of a record with the samples they are medians of, and their intervals where they have one."""
     for one in inside(document(path)):
         if "samples" in one and isinstance(one["samples"], list) and one.get("ms") is not None and one["samples"]:
-            # of records that keep what a candidate took in its last quick round, the interval is the final's
-            yield one["ms"], one["samples"], one.get("ci")
-        for name in ("peer", "ours", "own", "wavecrest", "official"):
+            # of records that keep what a candidate took in its last quick round, the interval is the final's; of the
+            # guide's tables it is the speed-up's
+            yield one["ms"], one["samples"], None if "eager_samples" in one else one.get("ci")
+        for name in ("peer", "ours", "own", "wavecrest", "official", "eager"):
             if f"{name}_samples" in one:
                 yield one[f"{name}_ms"], one[f"{name}_samples"], None
 
@@ -245,6 +246,10 @@ def test_times_can_be_computed_from_samples_unless_the_record_says_so(path: Path
         if ci is not None:
             found = timing.bootstrap_median(samples)
             assert [found.low, found.high] == pytest.approx(list(ci.values()) if isinstance(ci, dict) else ci, abs=1e-6)
+    for one in inside(document(path)):
+        if "eager_samples" in one and "ratio" in one:
+            ratio, interval = timing.bootstrap_speedup([(one["eager_samples"], one["samples"])])
+            assert [ratio, interval.low, interval.high] == pytest.approx([one["ratio"], *one["ci"]], rel=1e-4)
 
 
 # --- trees

@@ -50,11 +50,17 @@ def meets(report: Report, args: argparse.Namespace) -> None:
     report.row("met")
 
 
+def tells(report: Report, args: argparse.Namespace) -> None:
+    args.out.with_suffix(".pid").write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
 PARTS = [
     Part("fine", 30.0, fine, summary=lambda rows: {"cases": len(rows)}),
     Part("dies", 30.0, dies),
     Part("dead", 30.0, born_dead),
     Part("hangs", 3.0, hangs),
+    Part("tells", 600.0, tells),
     Part("meets-1", 20.0, meets, group="meet"),
     Part("meets-2", 20.0, meets, group="meet"),
 ]

@@ -6,6 +6,9 @@ import argparse
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +44,21 @@ def run(out: Path, *argv: str) -> int:
 
 def runs(out: Path) -> dict[str, Any]:
     return {one["part"]: one for one in json.loads(out.read_text())["runs"]}
+
+
+def test_no_part_outlives_a_script_that_is_terminated(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    given = f"'', 'tests.unit.parts_trial', PARTS, ['tells', '--out', {str(out)!r}]"
+    code = f"from tests.unit.parts_trial import PARTS, parts; raise SystemExit(parts.main({given}))"
+    script = subprocess.Popen([sys.executable, "-c", code])
+    told = out.with_suffix(".pid")
+    while not (told.exists() and told.read_text()):
+        assert script.poll() is None
+        time.sleep(0.05)
+    script.terminate()
+    assert script.wait(timeout=300) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 def test_every_end_is_in_the_file(tmp_path: Path) -> None:
