@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -160,12 +160,21 @@ def forget_hashes() -> None:
     Lines are of nothing that a kernel compiles to. Triton 3.6 adds a called function's constants to its caller's hash
     only if that function was hashed before, so that the hashes of one op depend on the ops before it.
     """
-    for name, module in list(sys.modules.items()):
-        for value in list(vars(module).values()) if name.startswith(("wavecrest.", "triton.")) else ():
-            if hasattr(value, "starting_line_number"):
-                value.hash, value.used_global_vals = None, {}
-                if name.startswith("wavecrest."):
-                    value.starting_line_number = 0
+    for value, is_ours in _kernels(len(sys.modules)):
+        value.hash, value.used_global_vals = None, {}
+        if is_ours:
+            value.starting_line_number = 0
+
+
+@cache
+def _kernels(_modules: int) -> list[tuple[Any, bool]]:
+    """Functions for Triton in all modules, and whether each is in one of wavecrest's."""
+    return [
+        (value, name.startswith("wavecrest."))
+        for name, module in list(sys.modules.items())
+        for value in (list(vars(module).values()) if name.startswith(("wavecrest.", "triton.")) else ())
+        if hasattr(value, "starting_line_number")
+    ]
 
 
 def save(record: Recorded, path: Path = FILE) -> None:
