@@ -50,7 +50,7 @@ class Known:
         self.made: dict[str, Any] = {}
 
     def answer(self, launch: Any, arch: str, work: Callable[[], Any], *more: Any) -> Any:
-        """What `work` returns of the machine code of a launch for an architecture, as JSON has it.
+        """The answer of `work` about the machine code of a launch for an architecture, as JSON has it.
 
         Args:
             launch, arch: as of `compiler.compile_launch`.

@@ -97,7 +97,7 @@ def test_a_kernel_that_is_not_compiled_is_held_to_its_budget(
 
 @pytest.mark.parametrize("op", ["rms_norm", "gemm"])
 def test_facts_are_recorded_as_they_are_compiled(op: str, kernels: dict[str, Compiled]) -> None:
-    """What a budget says of a kernel does not depend on whether it was compiled."""
+    """A budget says the same of a kernel, compiled or not."""
     record, made = recorded.load(), kernels[op].rows
     places = [recorded.Place(op=op, case=row.case, arch=row.arch, key="") for row in made]
     strict = budget.Budget.model_validate(
