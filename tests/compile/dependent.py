@@ -5,13 +5,19 @@ A process of its own, since kernels defined for Triton's interpreter cannot be c
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import wavecrest.ops.common.launcher as _launcher
+from tests.compile.known import Known
 from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -78,15 +84,36 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     return [*found, (f"norm {launch.kernel.__name__}", launch)]
 
 
+# of sm_90: programs of the next kernel may start; wait for the kernel before
+ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
+# loads, stores, atomics, and copies by the bulk copy engine
+ACCESSES = re.compile(r"\b(LDG|LDGSTS|STG|RED|REDG|ATOM|ATOMG|UTMALDG|UTMASTG|UBLKCP)\b")
+FETCHES = re.compile(r"\bCCTL\.E\.PF2\b")
+LEAVES = re.compile(r"\b(BRA|EXIT)\b")
+
+
 def facts(launch: _launcher.Launch, arch: str) -> dict[str, Any]:
-    """If it is launched to start early, and its code."""
+    """If it is launched to start early, and the lines of its code that tell how it starts; `lines` counts all."""
     built: Any = compiler.build(launch, arch)
     option = bool(getattr(built.metadata, "launch_pdl", False))
-    return {"option": option, "code": compiler.compile_launch(launch, arch).listing}
+    lines = compiler.compile_launch(launch, arch).listing.splitlines()
+    telling = [line for line in lines if any(one.search(line) for one in (ALLOWS, WAITS, ACCESSES, FETCHES, LEAVES))]
+    # of the same kind in a row one tells as much
+    kinds = [[bool(one.search(line)) for one in (ALLOWS, WAITS, ACCESSES, FETCHES, LEAVES)] for line in telling]
+    kept = [
+        line.strip() for index, line in enumerate(telling)
+        if index == 0 or kinds[index] != kinds[index - 1] or kinds[index][1]
+    ]  # fmt: skip
+    return {"option": option, "lines": len(lines), "code": "\n".join(["", *kept, ""])}
 
 
 def main() -> None:
     gemm, decoding, found = registry.get("gemm"), registry.get("flash_decoding"), {}
+    known = Known(__file__)
+
+    def told(launch: _launcher.Launch, arch: str) -> Any:
+        return known.answer(launch, arch, functools.partial(facts, launch, arch))
+
     product = gemm.study.inputs(4, 4096, 4096, torch.bfloat16, "meta")
     calls = [(gemm, backend, config, product) for backend, config in CONFIGS.items()]
     calls.append((decoding, "triton", DECODING, decoding.study.inputs(1, 8, 4096, 128, torch.bfloat16, "meta")))
@@ -104,8 +131,8 @@ def main() -> None:
             launches = op.study.kernel(backend).launches
             assert launches is not None
             for launch in launches(args, Config(**config), hardware.ARCHS[arch]):
-                found[f"{arch} {backend} {launch.kernel.__name__}"] = facts(launch, arch)
-    found |= {f"early {name}": facts(launch, "sm_90") for name, launch in first_launches("sm_90", EARLY)}
+                found[f"{arch} {backend} {launch.kernel.__name__}"] = told(launch, arch)
+    found |= {f"early {name}": told(launch, "sm_90") for name, launch in first_launches("sm_90", EARLY)}
     json.dump(found, sys.stdout)
 
 

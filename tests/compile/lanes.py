@@ -5,6 +5,7 @@ A process of its own, since kernels defined for Triton's interpreter cannot be c
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -16,9 +17,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.compile.halfway import ttgir
+from tests.compile.known import Known
 from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
+from wavecrest.ops.common.launcher import Launch
 from wavecrest.ops.mlstm.step.config import default
 from wavecrest.ops.mlstm.step.launch import planned
 
@@ -45,8 +48,12 @@ def loads(code: str) -> list[dict[str, Any]]:
     ]
 
 
+def _loaded(launch: Launch, arch: str) -> list[dict[str, Any]]:
+    return loads(ttgir(launch, arch))
+
+
 def main() -> None:
-    op, found = registry.get("mlstm_step"), {}
+    op, found, answers = registry.get("mlstm_step"), {}, Known(__file__)
     for arch in ("sm_90", "gfx942", "gfx1100"):
         known = hardware.ARCHS[arch]
         for name, (dk, dv, chosen) in CASES.items():
@@ -59,8 +66,9 @@ def main() -> None:
                     v=given.v[..., :dv], c=given.c[..., :dv].to(dtype).contiguous(), state_dtype=dtype, in_place=True
                 )
                 launch = planned(given, config, known)[0]
+                loaded = functools.partial(_loaded, launch, arch)
                 found[f"{arch} {name} {dtype}"] = {
-                    "barrier": launch.constants["BARRIER"], "loads": loads(ttgir(launch, arch)),
+                    "barrier": launch.constants["BARRIER"], "loads": answers.answer(launch, arch, loaded),
                     "parts": -(-dk // config["BLOCK_K"]),
                 }  # fmt: skip
     json.dump(found, sys.stdout)

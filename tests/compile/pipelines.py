@@ -5,6 +5,7 @@ A process of its own, since kernels defined for Triton's interpreter cannot be c
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import wavecrest.ops.common.launcher as _launcher
 from tests.compile.halfway import ttgir
+from tests.compile.known import Known
 from wavecrest import hardware
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops.common.triton import tl, triton
@@ -63,9 +65,14 @@ def main() -> None:
             made = launches.planned(given, Config(**(first.kwargs | change)), hardware.ARCHS[ARCH])
             chosen = made[2:4] if title == "whole" else made[3:4]
             found |= {f"{name} {title} {one.kernel.__name__}": one for one in chosen}
-    built = {name: ttgir(launch, ARCH) for name, launch in found.items()}
-    # how many waits leave a product under way, and what is overwritten under it
-    report = {name: (len(re.findall(r"pendings = [1-9]", text)), early(text)) for name, text in built.items()}
+    known = Known(__file__)
+
+    def told(launch: _launcher.Launch) -> tuple[int, list[str]]:
+        """How many waits leave a product under way, and what is overwritten under it."""
+        text = ttgir(launch, ARCH)
+        return len(re.findall(r"pendings = [1-9]", text)), early(text)
+
+    report = {name: known.answer(one, ARCH, functools.partial(told, one)) for name, one in found.items()}
     json.dump(report, sys.stdout)
 
 

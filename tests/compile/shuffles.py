@@ -5,13 +5,18 @@ A process of its own, since kernels defined for Triton's interpreter cannot be c
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import wavecrest.ops.common.launcher as _launcher
+from tests.compile.known import Known
 from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -57,8 +62,13 @@ def main() -> None:
         found[f"sequence {dk}x{dv}"] = sequence.planned(call, config, arch)[0]
         token = step_example((2, 2, dk, dv), torch.float32, "meta")
         found[f"step {dk}x{dv}"] = step.planned(token, default(dk, dv, arch), arch)[0]
-    listings = {name: compiler.compile_launch(launch, ARCH).listing for name, launch in found.items()}
-    json.dump({name: merged(code) for name, code in listings.items()}, sys.stdout)
+    known = Known(__file__)
+
+    def counted(launch: _launcher.Launch) -> tuple[int, int]:
+        return merged(compiler.compile_launch(launch, ARCH).listing)
+
+    counts = {name: known.answer(one, ARCH, functools.partial(counted, one)) for name, one in found.items()}
+    json.dump(counts, sys.stdout)
 
 
 if __name__ == "__main__":

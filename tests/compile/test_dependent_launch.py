@@ -6,12 +6,12 @@ the first ones of a decode step may, where their configuration says it.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
 from tests.compile.conftest import answer
+from tests.compile.dependent import ACCESSES, ALLOWS, FETCHES, LEAVES, WAITS
 
 QUESTIONS = (("dependent.py",),)
 
@@ -24,11 +24,6 @@ SECOND = (
     "triton _mla_join_kernel", "triton _mlstm_norm_kernel", "triton _moe_gate_up_kernel", "triton _moe_down_kernel",
     "triton _moe_combine_kernel",
 )  # fmt: skip
-# of sm_90: programs of the next kernel may start; wait for the kernel before
-ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
-# loads, stores, atomics, and copies by the bulk copy engine
-ACCESSES = re.compile(r"\b(LDG|LDGSTS|STG|RED|REDG|ATOM|ATOMG|UTMALDG|UTMASTG|UBLKCP)\b")
-FETCHES = re.compile(r"\bCCTL\.E\.PF2\b")
 EARLY = (
     "rows _multiply_kernel", "gated rows _multiply_kernel", "normed rows _multiply_kernel", "tiles _tile_kernel",
     "gated tiles _tile_kernel", "descriptors _tile_kernel", "words _words_kernel", "normed words _words_kernel",
@@ -72,7 +67,7 @@ def waits_first(code: str) -> int:
     assert len(found) == 1
     start = found[0].start()
     before, line = code[:start], code[code.rindex("\n", 0, start) : start]
-    assert "@" not in line and not ACCESSES.search(before) and not re.search(r"\b(BRA|EXIT)\b", before)
+    assert "@" not in line and not ACCESSES.search(before) and not LEAVES.search(before)
     assert ACCESSES.search(code, start)
     return start
 
@@ -83,4 +78,4 @@ def test_others_have_no_such_launches(kernels: dict[str, Any], arch: str, kernel
     # which their assembler would not take
     found = kernels[f"{arch} {kernel}"]
     assert not found["option"] and not ALLOWS.search(found["code"]) and not WAITS.search(found["code"])
-    assert len(found["code"].splitlines()) > 100
+    assert found["lines"] > 100

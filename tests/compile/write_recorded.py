@@ -2,10 +2,13 @@
 
 python tests/compile/write_recorded.py [OP ...]      every op with a kernel if none is named
 python tests/compile/write_recorded.py --keys        keys alone, where sources moved and machine code is as recorded
+
+Without --keys every kernel is compiled anew if the code that reads machine code has changed: it may read other facts.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,28 +22,35 @@ from tests.compile.conftest import compiled, ops_with_kernels
 def main(arguments: list[str]) -> int:
     record = recorded.load()
     if record.triton not in ("", version("triton")):
-        record = recorded.Recorded(triton="", budgets={}, ops={})
+        record = recorded.Recorded(triton="", ops={})
     changed, named = 0, [name for name in arguments if name != "--keys"]
+    # /dev/null knows no kernel
+    anew = record.reader != recorded.reader() and "--keys" not in arguments
+    known = Path(os.devnull) if anew else recorded.FILE
     for op in named or ops_with_kernels():
-        found = compiled([op], known=recorded.FILE)
-        codes = {(row.case, row.arch): row.facts.code_hash if row.facts else row.reason for row in found.rows}
-        cases: dict[str, dict[str, tuple[str, str]]] = {}
+        found = compiled([op], known=known)
+        made = {(row.case, row.arch): row for row in found.rows}
+        cases: dict[str, dict[str, recorded.Kernel]] = {}
         for place in found.places:
-            before = record.of(op, place.case, place.arch)
-            code = codes.get((place.case, place.arch)) or (before or ("", ""))[1]
-            if before is not None and before[1] != code:
+            before, row = record.of(op, place.case, place.arch), made.get((place.case, place.arch))
+            if row is not None and row.facts is None:
+                raise SystemExit(f"{op} {place.case} {place.arch}: {row.reason}")
+            if row is not None:
+                kernel = recorded.Kernel.of(place.key, row.facts)
+            else:
+                kernel = record.ops[op][place.case][place.arch]._replace(key=place.key)
+            if before is not None and before[1:] != kernel[1:]:
                 changed += 1
                 if "--keys" in arguments:
-                    raise SystemExit(f"{op} {place.case} {place.arch}: the machine code is another")
-            cases.setdefault(place.case, {})[place.arch] = (place.key, code)
-        record.ops[op], record.budgets[op] = cases, recorded.budget(op)
-        record.triton = version("triton")
+                    raise SystemExit(f"{op} {place.case} {place.arch}: the machine code or its facts are others")
+            cases.setdefault(place.case, {})[place.arch] = kernel
+        record.ops[op], record.triton = cases, version("triton")
         recorded.save(record)
     if not named:
         # all of ALWAYS was compiled and read by it
         record.reader = recorded.reader()
         recorded.save(record)
-    sys.stdout.write(f"{changed} kernels have other machine code than before\n")
+    sys.stdout.write(f"{changed} kernels have other machine code, or other facts, than before\n")
     return 0
 
 
