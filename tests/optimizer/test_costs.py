@@ -72,6 +72,19 @@ def test_what_a_trial_takes_is_learned() -> None:
     assert costs.expect("later") == 12.0
 
 
+def test_what_compilers_say_they_take_is_taken_at_their_word() -> None:
+    costs = Costs(sampling=4.0, least_final=20.0, loads=4)
+    costs.add("plain", 5.0)
+    # of 40 s are 12 s of a profile and of the gate, which no later compilation takes
+    costs.add("first", 40.0, compiling=23.0, tracing=9.0)
+    assert costs.compilation == 23.0 and costs.cached == 9.0
+    later = LATER_SHARE * 23.0
+    assert costs.final(0.0, compiled=True) == pytest.approx(20.0 + 3 * later + 4 * 9.0)
+    costs.add("later", 30.0, compiling=10.0, tracing=8.0)
+    assert costs.expect("later") == 30.0
+    assert costs.final(0.0, compiled=True) == 20.0 + 3 * 10.0 + 4 * 9.0
+
+
 def test_time_is_left_for_the_end() -> None:
     costs = Costs(sampling=4.0, least_final=20.0, later_looks=16.0)
     # one look is never cut, all are taken where 60 % of the budget holds them
@@ -80,7 +93,8 @@ def test_time_is_left_for_the_end() -> None:
     later = costs.expect("later") - costs.expect("plain")
     assert costs.final(900.0, compiled=True) == 36.0 + 3 * later
     costs.loads = 4
-    assert costs.final(900.0, compiled=True) == 36.0 + 3 * later + 4 * CAPTURED_SHARE * costs.compilation
+    cached = CAPTURED_SHARE * costs.compilation
+    assert costs.final(900.0, compiled=True) == pytest.approx(36.0 + 3 * later + 4 * cached)
     assert costs.final(900.0, compiled=False) == 36.0
     costs.loads, costs.sizes = 0, 5
     assert costs.serving == 5 * later and costs.final(900.0, compiled=True) == pytest.approx(36.0 + 8 * later)

@@ -113,7 +113,8 @@ def test_recompiles_are_named_while_timed_and_not_in_the_gate() -> None:
     compiled(torch.ones(3))
     timed = diagnosis.Traced.so_far()
     assert not begun.causes_since(timed)
-    assert begun.seconds_since() > 0 == timed.seconds_since()
+    # nothing is Inductor's here
+    assert begun.seconds_since()[0] == begun.seconds_since()[1] > 0 and timed.seconds_since() == (0.0, 0.0)
     compiled(torch.ones(4))
     (cause,) = begun.causes_since(timed)
     assert (

@@ -20,8 +20,8 @@ Kind = Literal["plain", "first", "later", "captured", "search"]
 COMPILE_START, COMPILE_OP = 8.0, 0.01
 # part of the first compilation that a later one takes, as processes and caches are warm (a ResNet-50 on one H200: 24.5
 # s, then 9.2 s; 2026-11-25, torch 2.11), and that one of code that did not change takes, as Inductor's cache has it
-# (1.3 to 2.4 s after 21 s; H200, evidence, 2026-11-20)
-LATER_SHARE, CAPTURED_SHARE = 0.4, 0.1
+# (1.3 to 2.4 s after 21 s, H200, 2026-11-20; 3.3 s after 17.5 s of a BERT-base, H100, 2026-11-26), until it is measured
+LATER_SHARE, CAPTURED_SHARE = 0.4, 0.2
 # a search at compile time against a plain compilation: 2 to 5 times as long for a 16-layer Llama, over 6 times for a
 # float32 BERT with two buckets (H200, 2026-11-20)
 SEARCH_FACTOR = 6.0
@@ -74,15 +74,27 @@ class Costs:
     sizes: int = 0
     short: bool = False
     _longest: dict[Kind, float] = field(default_factory=dict)
+    # of trials by kind: in Dynamo and the compiler behind it; and of these, what no cache on disk saves
+    _compiling: dict[Kind, float] = field(default_factory=dict)
+    _tracing: float = 0.0
 
     @property
     def nothing_compiled(self) -> bool:
         """Whether no trial has compiled the model yet."""
         return "first" not in self._longest
 
-    def add(self, kind: Kind, seconds: float) -> None:
-        """Learn from a trial that went to its end."""
+    def add(self, kind: Kind, seconds: float, compiling: float = 0.0, tracing: float = 0.0) -> None:
+        """Learn from a trial that went to its end.
+
+        Args:
+            kind: of the trial.
+            seconds: of all of it.
+            compiling: of these, in Dynamo and the compiler behind it; 0 where it is not known.
+            tracing: of these, what code that caches on disk have takes again: a trial compiles for several shapes.
+        """
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+        self._compiling[kind] = max(self._compiling.get(kind, 0.0), compiling)
+        self._tracing = max(self._tracing, tracing)
 
     def expect(self, kind: Kind) -> float:
         """Seconds that the next trial of this kind takes."""
@@ -102,17 +114,17 @@ class Costs:
         """Seconds of the first compilation: of the trial, without what measuring takes at least; or the prior."""
         if self.nothing_compiled:
             return COMPILE_START + COMPILE_OP * self.ops
-        return max(0.0, self._longest["first"] - self._longest.get("plain", 0.0))
+        return self._compiling["first"] or max(0.0, self._longest["first"] - self._longest.get("plain", 0.0))
 
     @property
     def _later(self) -> float:
         """Seconds of a later compilation alone."""
-        return max(self.expect("later") - self.expect("plain"), 0.0)
+        return self._compiling.get("later", 0.0) or max(self.expect("later") - self.expect("plain"), 0.0)
 
     @property
     def cached(self) -> float:
         """Seconds of a compilation in a fresh process whose code the caches on disk have."""
-        return CAPTURED_SHARE * self.compilation
+        return self._tracing or CAPTURED_SHARE * self.compilation
 
     @property
     def serving(self) -> float:

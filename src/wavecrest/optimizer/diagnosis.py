@@ -44,11 +44,15 @@ class Traced:
             return cls()
         return cls(Counter(utils.counters["graph_break"]), tuple(utils.get_compilation_metrics()))
 
-    def seconds_since(self) -> float:
-        """Seconds that Dynamo and the compiler behind it have taken since then, over all compilations."""
+    def seconds_since(self) -> tuple[float, float]:
+        """Seconds that Dynamo and the compiler behind it have taken since then, and of these without Inductor's own.
+
+        What is not Inductor's is done again where its caches have the code.
+        """
         old = {id(entry) for entry in self.metrics}
         new = [entry for entry in Traced.so_far().metrics if id(entry) not in old]
-        return sum(entry.entire_frame_compile_time_s or 0.0 for entry in new)
+        whole = sum(entry.entire_frame_compile_time_s or 0.0 for entry in new)
+        return whole, max(0.0, whole - sum(entry.inductor_compile_time_s or 0.0 for entry in new))
 
     def causes_since(self, timed: Traced) -> list[Cause]:
         """Name the graph breaks and functions in eager since then, and the recompiles since `timed`.

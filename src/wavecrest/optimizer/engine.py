@@ -254,7 +254,7 @@ def _take(run: RunState, one: Candidate) -> None:
         raise
     outcome.seconds = run.now() - begin
     if outcome.speed and one.kind is not None:
-        run.costs.add(one.kind, outcome.seconds)
+        run.costs.add(one.kind, outcome.seconds, outcome.compile_seconds, outcome.trace_seconds)
     _end(run, outcome)
 
 

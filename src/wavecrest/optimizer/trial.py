@@ -45,7 +45,7 @@ def try_step(run: RunState, one: Candidate) -> StepOutcome:
             _try_on_copy(run, one.step, one.found, outcome)
     except Exception as error:
         _refuse(outcome, error)
-    outcome.compile_seconds = begun.seconds_since()
+    outcome.compile_seconds, outcome.trace_seconds = begun.seconds_since()
     changed = run.untouched.put_back()
     if changed:
         # whatever it gained: a step works on a copy

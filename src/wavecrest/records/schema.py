@@ -299,8 +299,9 @@ class StepOutcome(Model):
     numerics: list[BucketError] = Field(default_factory=list)
     quality: list[QualityResult] = Field(default_factory=list)
     seconds: float = 0.0
-    # of these: in Dynamo and the compiler behind it
+    # of these: in Dynamo and the compiler behind it; and of those, without Inductor's own
     compile_seconds: float = 0.0
+    trace_seconds: float = 0.0
 
 
 class Samples(Model):

@@ -13,6 +13,7 @@ from wavecrest.measure.tree import attributes, children
 from wavecrest.measure.workload import Inputs, Workload, begin_step
 from wavecrest.optimizer.gate.leaves import Answer, collect
 from wavecrest.optimizer.gate.snapshot import Snapshot
+from wavecrest.optimizer.gate.streamed import streamed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,11 +52,21 @@ class Reference:
         if self._high is torch.float64 and count > MAX_DOUBLE_PARAMETERS:
             return f"{count / 1e9:.1f} billion parameters: no float64 copy, the original is the reference"
         try:
-            self._model = copy.deepcopy(workload.model).to(self._high)
+            self._model = self._copy(workload.model)
         except Exception as error:
             return f"no {self._high} copy of the model ({type(error).__name__}: {error}); the original is the reference"
         self._buffers = Snapshot(self._model.named_buffers())
         return ""
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        """The model in higher precision: all of it at once where memory holds that, else a module at a time."""
+        try:
+            return copy.deepcopy(model).to(self._high)
+        except torch.OutOfMemoryError:
+            # outside of this block, as the error keeps what was made so far
+            pass
+        torch.cuda.empty_cache()
+        return streamed(model, self._high)
 
     def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:
         """The copy's answer, and the tensors of its inputs and buffers after the call, by path.
