@@ -326,14 +326,29 @@ def test_a_size_may_be_named_as_in_the_key(op: str, field: str) -> None:
         assert explain.rank(op, "gfx942", [f"{word}=128"]).key[field] == 128
 
 
+def test_other_parts_of_a_key_are_taken_where_the_op_makes_calls_from_keys() -> None:
+    for op, words, field, value in (
+        ("gemm", ["M=1", "N=64", "K=64", "activation=silu_and_mul"], "activation", "silu_and_mul"),
+        ("gemm", ["Residual=true", "64", "64", "64"], "residual", True),
+        ("mlstm_chunkwise", ["DV=32"], "dv", 32),
+        ("flash_decoding", ["tokens=2"], "tokens", 2),
+    ):
+        assert explain.rank(op, "gfx942", words).key[field] == value
+    # N is the columns of the result
+    assert explain.rank("gemm", "gfx942", ["N=64", "activation=silu_and_mul"]).key["columns"] == 64
+    with pytest.raises(InvalidArgument, match="activation=tan: gemm: activation takes relu"):
+        explain.rank("gemm", "gfx942", ["activation=tan"])
+    with pytest.raises(InvalidArgument, match="residual is already True"):
+        explain.rank("gemm", "gfx942", ["residual=true", "residual=false"])
+
+
 def test_the_keys_words_reach_most_ops_and_other_parts_of_a_key_stay_refused() -> None:
     assert {"batch", "heads", "dk", "tokens", "rows", "columns", "capacity"} <= {
         field for _, field in _sizes_by_the_keys_words()
     }
     from_sizes, unknown = "has {} from its sizes.*by batch", "is no size.*by rows"
     for op, word, problem in (
-        ("mlstm_chunkwise", "DV=64", from_sizes.format("dv")),
-        ("flash_decoding", "tokens=2", from_sizes.format("tokens")),
+        ("mla_decode", "latent=64", from_sizes.format("latent")),
         ("rms_norm", "batch=2", unknown),
     ):
         with pytest.raises(InvalidArgument, match=problem):

@@ -83,6 +83,24 @@ def options(op: AnyOp) -> tuple[str, ...]:
     return tuple(name for name in fields_of(op) if name != "dtype" and name not in words(op))
 
 
+def apart(op: AnyOp, items: Sequence[str]) -> tuple[list[str], dict[str, Cell]]:
+    """The words that give sizes and dtype, and the other parts of the key that words name: "activation=gelu".
+
+    Raises:
+        InvalidArgument: a part is named twice.
+    """
+    known, rest, found = options(op), [], {}
+    for item in items:
+        name, separator, text = item.partition("=")
+        if not separator or name in op.study.sizes or name.lower() not in known:
+            rest.append(item)
+        elif name.lower() in found:
+            raise InvalidArgument(f"{item!r}: {name.lower()} is already {found[name.lower()]}")
+        else:
+            found[name.lower()] = option(text)
+    return rest, found
+
+
 def option(text: str) -> Cell:
     """A part of a key from text: a number, true or false, or a word."""
     if text.isdecimal() and len(text) <= MOST_DIGITS:

@@ -83,9 +83,10 @@ def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> Any
     """The call that the settings describe."""
     from wavecrest.bench import sizes
 
+    settings, options = sizes.apart(op, settings)
     numbers, dtype = sizes.one(op, settings, arch.fp8 if arch is not None else None)
     try:
-        return sizes.call(op, numbers, dtype, device)
+        return sizes.call(op, numbers, dtype, device, options)
     except RuntimeError as error:
         shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, numbers, strict=True))
         # a tensor without memory fits everywhere
@@ -319,7 +320,8 @@ def command(
         typer.Argument(
             metavar="M N [K] DTYPE",
             help="Sizes (K for ops that have one) and dtype of the call, such as 16 4096 bf16, in part or by name: "
-            "M=16 N=4096 K=4096 dtype=bfloat16, the defaults.",
+            "M=16 N=4096 K=4096 dtype=bfloat16, the defaults. By name also other parts of the key, such as "
+            "activation=silu_and_mul or residual=true of gemm.",
         ),
     ] = None,
     device: _shared.DeviceOption = None,
