@@ -89,7 +89,9 @@ def apart(op: AnyOp, items: Sequence[str]) -> tuple[list[str], dict[str, Cell]]:
     Raises:
         InvalidArgument: a part is named twice.
     """
-    known, rest, found = options(op), [], {}
+    known = options(op)
+    rest: list[str] = []
+    found: dict[str, Cell] = {}
     for item in items:
         name, separator, text = item.partition("=")
         if not separator or name in op.study.sizes or name.lower() not in known:
