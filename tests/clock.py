@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ class SimulatedClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._readings = 0
+        # the gate calls models from two threads at once
+        self._lock = threading.Lock()
 
     def __call__(self) -> float:
         self._readings += 1
@@ -29,8 +32,9 @@ class SimulatedClock:
         return self.seconds
 
     def advance(self, seconds: float) -> None:
-        self.seconds += seconds
-        self._readings = 0
+        with self._lock:
+            self.seconds += seconds
+            self._readings = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedClock:
         return self

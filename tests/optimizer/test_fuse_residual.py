@@ -109,6 +109,19 @@ def test_the_residual_of_another_dtype_is_added_behind(added: list[bool]) -> Non
     assert torch.equal(held, x.float() + layer.mlp(x)) and not any(added)
 
 
+def test_arguments_by_place_are_passed_by_name() -> None:
+    work = workload("Llama")
+    layer, made = work.model.model.layers[0], fused(work).model.layers[0]
+    x, positions = torch.randn(2, 7, 32), torch.arange(7)[None]
+    tables = work.model.model.rotary_emb(x, positions)
+    mask = torch.zeros(2, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    assert torch.allclose(
+        made(x, mask, position_embeddings=tables), layer(x, mask, position_embeddings=tables), atol=1e-6
+    )
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        made(x, mask, None, None, False, tables, None)
+
+
 def test_threads_keep_their_residuals_apart() -> None:
     work = workload("Llama")
     made = fused(work)

@@ -88,7 +88,7 @@ def test_weights_are_put_back_after_an_error() -> None:
 def test_the_gate_takes_it_where_a_copy_does_not_fit(small_memory: list[Any]) -> None:
     work = tied()
     gate = Gate.prepare(work, seed=0)
-    assert small_memory and "original is the reference" not in gate.note
+    assert small_memory and gate.note.startswith("memory holds no whole torch.float32 copy of the model: each module")
     assert not failures(gate.check(work.model))
     wrong = tied().model
     with torch.no_grad():

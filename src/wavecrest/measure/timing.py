@@ -343,7 +343,7 @@ def _measure(
     cold = warm_up(stopwatch, work)
     _begin(stopwatch, [work], rotation)
     stride = _stride(stopwatch, work, seconds)
-    random = np.random.default_rng()
+    random = np.random.default_rng(secrets.randbits(32))
     samples: list[float] = []
     wall: list[float] = []
     stop = _Stop(min_samples, seconds, stopwatch.now, stopwatch.now())

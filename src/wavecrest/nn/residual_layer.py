@@ -152,12 +152,18 @@ def adopt(layer: nn.Module) -> None:
 
 def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward of STATEMENTS with the additions in the GEMMs."""
-    names = list(inspect.signature(original).parameters)[2:]
+    signature = inspect.signature(original)
+    more = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return original(self, hidden_states, *args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = kwargs
+        if args:
+            # by name, as attention gets them
+            bound = signature.bind(self, hidden_states, *args, **kwargs)
+            given = dict(list(bound.arguments.items())[2:])
+            given.update(given.pop(more, {}))
         normed = self.input_layernorm(hidden_states)
         middle = _added(_end(self.self_attn), hidden_states, lambda: self.self_attn(hidden_states=normed, **given)[0])
         normed = self.post_attention_layernorm(middle)

@@ -90,7 +90,7 @@ class Costs:
             kind: of the trial.
             seconds: of all of it.
             compiling: of these, in Dynamo and the compiler behind it; 0 where it is not known.
-            tracing: of these, what code that caches on disk have takes again: a trial compiles for several shapes.
+            tracing: of these, what is not Inductor's: a process whose caches have the code takes it again.
         """
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
         self._compiling[kind] = max(self._compiling.get(kind, 0.0), compiling)

@@ -73,8 +73,8 @@ class Measurer:
         """Time a model against itself, by bucket: `resolution` is the share that a difference must exceed.
 
         Args:
-            model: what candidates are compared with. An eager model that waits for a busy host differs from itself by
-                more than a captured graph does (22.7 % and below 1 % of one decode step; H100, 2026-11-26).
+            model: what candidates are compared with. An eager model that waits for a busy host may differ from itself
+                by more than what a step gains over a captured graph (a decode step by 22.7 %; H100, 2026-11-26).
             as_long: for as long as a step is timed, which resolves more.
         """
         seconds = self.seconds if as_long else min(RESOLUTION_SECONDS, self.seconds)

@@ -137,7 +137,7 @@ class Gate:
                 self.problem = self.problem or error
             finally:
                 site.put_back()
-        self.note = reference.note
+        self.note = reference.note or reference.how
         if self.sites and self._cheapest.cases:
             self._find_ways(self._cheapest)
             self._note_values()

@@ -34,12 +34,14 @@ class Reference:
 
     Attributes:
         note: the reason if it cannot be made or does not answer; the original is the reference then.
+        how: how it was made, where not as a whole copy.
     """
 
     def __init__(self, workload: Workload) -> None:
         self._model: nn.Module | None = None
         self._high: torch.dtype = torch.float64
         self._buffers: Snapshot | None = None
+        self.how = ""
         self.note = self._prepare(workload)
 
     def _prepare(self, workload: Workload) -> str:
@@ -66,6 +68,7 @@ class Reference:
             # outside of this block, as the error keeps what was made so far
             pass
         torch.cuda.empty_cache()
+        self.how = f"memory holds no whole {self._high} copy of the model: each module's weights are raised as it runs"
         return streamed(model, self._high)
 
     def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:

@@ -23,7 +23,7 @@ class FuseResidual(Step):
     title = "residual additions → GEMM"
     level = 4
     params_type = Sites
-    # the layers that end attention and MLP are theirs first
+    # these put other layers at the end of attention and MLP
     tried_after = ("route_linear", "choose_linear")
 
     def find(self, context: StepContext) -> Found:
