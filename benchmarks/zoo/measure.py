@@ -33,6 +33,7 @@ from wavecrest.measure.workload import Call, Workload
 from wavecrest.optimizer import api
 from wavecrest.optimizer.ledger import RESULT
 from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.progress import Lines
 from wavecrest.profile import measure_ceilings
 from wavecrest.records import Ceilings, OptimizeRecord, provenance
 
@@ -132,7 +133,7 @@ def _optimized(entry: Entry, loaded: Workload, report: Report, args: argparse.Na
         return None
     begin = time.perf_counter()
     try:
-        result = api.run(loaded, api.Options(budget=args.budget), command=args.command)
+        result = api.run(loaded, api.Options(budget=args.budget), command=args.command, progress=Lines())
     except Exception as error:
         report.row(WAVECREST, problem=f"{type(error).__name__}: {error}", seconds=_spent(begin))
         return None

@@ -119,6 +119,11 @@ def set_value(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def unset(name: str) -> None:
+    """Remove a variable from this process."""
+    os.environ.pop(name, None)
+
+
 def snapshot() -> dict[str, str]:
     """The variables of this process that the table knows and that are set; of a path only the last part.
 

@@ -227,7 +227,7 @@ class MisalignedCausal(Planted):
 def pairs_of(child: Callable[..., SideReport]) -> Callable[..., list[dict[Side, SideReport]]]:
     """`run_pairs` with children that run here: `child` takes task, variables and name."""
 
-    def run(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dict[Side, SideReport]]:
+    def run(pairs: Sequence[Jobs], first: int, **_: Any) -> list[dict[Side, SideReport]]:
         return [{side: child(*jobs[side]) for side in order_of(first + index)} for index, jobs in enumerate(pairs)]
 
     return run

@@ -11,12 +11,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
+from wavecrest.measure.fork_server import ForkServer
 from wavecrest.measure.timing import Side
 from wavecrest.measure.workload import Buckets, from_example
 from wavecrest.optimizer import children, side
-from wavecrest.optimizer.children import Job, Problem, SideReport, Task, run_child, run_pairs
+from wavecrest.optimizer.children import Job, Problem, SideReport, Starter, Task, run_child, run_pairs
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
 WORKLOAD = """
@@ -96,8 +98,8 @@ class Fake:
 
     told: ClassVar[list[tuple[str, str]]] = []
 
-    def __init__(self, job: Job, *, in_turns: bool = False) -> None:
-        assert in_turns
+    def __init__(self, job: Job, server: ForkServer | None, *, in_turns: bool = False) -> None:
+        assert in_turns and server is None
         self.name, self.place, self._turns = job.name, 0, 0
         self.told.append((self.name, "start"))
 
@@ -195,6 +197,57 @@ def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: py
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.killpg(pid, 0)
+
+
+def test_pairs_are_forked_where_both_sides_have_this_environment(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides of a pair start alike; the user's own file runs anew in each child."""
+    monkeypatch.setenv("TURNS_LOG", str(tmp_path / "log"))
+    interpreters: list[list[str]] = []
+    real = children.subprocess.Popen
+
+    def start(command: list[str], **options: object) -> object:
+        interpreters.append(command)
+        return real(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(children.subprocess, "Popen", start)
+    task = Task(f"{work}:make", "cpu", 0.1)
+    same, other = Job(task, {}, "same"), Job(task, {"X": "1"}, "other")
+    model = nn.Sequential(nn.Linear(2, 2), Block())
+    with Starter(model, "cpu") as starter:
+        starter.begin()
+        assert starter.server_for([{"base": same, "new": same}]) is None and not interpreters
+    # the children's tasks are for the CPU all the same
+    with Starter(model, "cuda:0") as starter:
+        assert starter.saved_seconds == 0.0 and not interpreters
+        (forked,) = run_pairs([{"base": same, "new": same}], 0, starter=starter)
+        # the server alone: of classes that are not installed it imports nothing
+        (command,) = interpreters
+        assert command[2:4] == ["wavecrest.measure.child", str(os.getpid())]
+        assert "torch.nn.modules.linear" in command and not any("tests" in part for part in command[5:])
+        assert starter.problem == "" and starter.saved_seconds > 0.5
+        assert len(_rows(tmp_path / "log", "call")) >= sum(len(row.times["default"]) for row in forked.values()) > 0
+        run_pairs([{"base": same, "new": same}], 1, starter=starter)
+        assert len(interpreters) == 1
+        run_pairs([{"base": same, "new": other}], 2, starter=starter)
+        assert len(interpreters) == 3
+        # a variable that was set since the server began
+        monkeypatch.setenv("Y", "1")
+        run_pairs([{"base": same, "new": same}], 3, starter=starter)
+        assert len(interpreters) == 5
+        dies = Job(Task(f"{work}:dies", "cpu", 0.1), {}, "dies")
+        monkeypatch.delenv("Y")
+        with pytest.raises(EnvironmentProblem, match="dies failed: exit code 7"):
+            run_pairs([{"base": same, "new": dies}], 4, starter=starter)
+        assert len(interpreters) == 5
+
+
+class Block(nn.Linear):
+    """A class that is not of an installed package."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
 
 
 def test_a_model_that_raises_is_the_users_error(work: str, tmp_path: Path) -> None:

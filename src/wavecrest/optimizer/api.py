@@ -225,7 +225,8 @@ def _run(
     # from here on a run that is killed can be resumed
     ledger.begin()
     try:
-        run_ladder(state)
+        with state.children:
+            run_ladder(state)
     except KeyboardInterrupt:
         raise OptimizeInterrupted(ledger.record, ledger.plan, out) from None
     finally:

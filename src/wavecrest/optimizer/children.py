@@ -4,6 +4,11 @@ Both sides of a pair are loaded at the same time and then timed in turns of a te
 meanwhile: what the host does over seconds meets both alike, and a process that spins or works on outside of its turns
 gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes longer than
 timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
+
+For a GPU, a pair whose sides both have the environment of this process is forked by a server that has imported what
+both need (`measure.fork_server`). One that sets a variable starts as two new interpreters, and so do all for a CPU:
+forked processes have one layout of memory, by which times on a CPU differ from process to process. Both sides of a pair
+always start alike.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +35,7 @@ import torch
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
 from wavecrest.measure import timing
+from wavecrest.measure.fork_server import Forked, ForkServer
 from wavecrest.records import BucketError, QualityResult, decode, files
 
 if TYPE_CHECKING:
@@ -52,6 +59,8 @@ TIMED = -1
 PLACE = struct.Struct(">i")
 # seconds between looks at whether a child is alive
 _LOOK = 0.5
+# the module of a child
+_SIDE = "wavecrest.optimizer.side"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +125,91 @@ class Job(NamedTuple):
 Jobs = Mapping[timing.Side, Job]
 
 
+class Starter:
+    """Starts the children of one run; ends with its block.
+
+    Args:
+        model: of the workload: the installed modules that its classes come from are imported once for all children.
+        device: torch device name of the workload.
+    """
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self._forks = device != "cpu"
+        names = {type(module).__module__ for module in model.modules()}
+        self._imports = sorted(name for name in names if _is_installed(name))
+        self._server: ForkServer | None = None
+
+    def __enter__(self) -> Starter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.__exit__(None, None, None)
+            self._server = None
+
+    def begin(self) -> None:
+        """Start the imports now, to have them when the first pair starts; without this they start then."""
+        if self._forks and self._server is None:
+            self._server = ForkServer(_SIDE, self._imports)
+
+    @property
+    def problem(self) -> str:
+        """Why children are new interpreters, or an empty string; waits for imports that have begun."""
+        return self._server.problem if self._server is not None else ""
+
+    @property
+    def saved_seconds(self) -> float:
+        """Seconds that a forked child takes less than a new interpreter; 0 where no imports have begun."""
+        return 0.0 if self._server is None or self._server.problem else self._server.import_seconds
+
+    def server_for(self, pairs: Sequence[Jobs]) -> ForkServer | None:
+        """The server that forks these pairs; None where they start as new interpreters."""
+        if any(job.changes for jobs in pairs for job in jobs.values()):
+            return None
+        self.begin()
+        if self._server is None:
+            return None
+        same = self._server.environment == env.python_child({})
+        return self._server if same and not self._server.problem else None
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module is of an installed package: the user's own code runs anew in each child."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return path is not None and any(part in {"site-packages", "dist-packages"} for part in Path(path).parts)
+
+
 def order_of(pair: int) -> tuple[timing.Side, timing.Side]:
     """Which side of a pair is first: each in turn."""
     return ("base", "new") if pair % 2 == 0 else ("new", "base")
 
 
-def run_child(job: Job) -> SideReport:
-    """Run a task in a fresh process.
+def run_child(job: Job, server: ForkServer | None = None) -> SideReport:
+    """Run a task in a fresh process: forked by the server, or a new interpreter without one.
 
     Raises:
         WavecrestError: the error of `errors` that the child ended with.
         EnvironmentProblem: it died, or took more than CHILD_TIMEOUT; with its last line.
     """
-    with _Child(job) as child:
+    with _Child(job, server) as child:
         return child.report()
 
 
-def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dict[timing.Side, SideReport]]:
+def run_pairs(
+    pairs: Sequence[Jobs], first: int, *, memory: int = 0, starter: Starter | None = None
+) -> list[dict[timing.Side, SideReport]]:
     """Run both sides of every pair, each in a fresh process.
 
     Args:
         pairs: jobs by side.
         first: the number of the first pair; its number says which side of a pair is first.
         memory: bytes that both processes of a pair take beside what all take (`memory_of` of each).
+        starter: of the run; None starts new interpreters.
 
     Raises:
         WavecrestError: see `run_child`.
     """
+    server = starter.server_for(pairs) if starter is not None else None
     if any(job.task.device != "cpu" for pair in pairs for job in pair.values()):
         # candidates of earlier steps are in cycles, with all that they hold
         gc.collect()
@@ -155,17 +222,17 @@ def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dic
         checks = any(job.task.check for job in jobs.values())
         count = min(pairs_together(job.task.device, memory) for job in jobs.values())
         if not count:
-            found.append({side: run_child(jobs[side]) for side in order_of(first + begin)})
+            found.append({side: run_child(jobs[side], server) for side in order_of(first + begin)})
         else:
-            found += _run_together(pairs[begin : begin + (1 if checks else count)], first + begin)
+            found += _run_together(pairs[begin : begin + (1 if checks else count)], first + begin, server)
     return found
 
 
-def _run_together(pairs: Sequence[Jobs], first: int) -> list[dict[timing.Side, SideReport]]:
+def _run_together(pairs: Sequence[Jobs], first: int, server: ForkServer | None) -> list[dict[timing.Side, SideReport]]:
     """Load all sides of all pairs, then time one pair after the other."""
     with contextlib.ExitStack() as stack:
         groups = [
-            {side: stack.enter_context(_Child(jobs[side], in_turns=True)) for side in order_of(first + index)}
+            {side: stack.enter_context(_Child(jobs[side], server, in_turns=True)) for side in order_of(first + index)}
             for index, jobs in enumerate(pairs)
         ]
         everyone = [child for group in groups for child in group.values()]
@@ -262,7 +329,7 @@ class Turns:
 class _Child:
     """A child process, which ends with the block."""
 
-    def __init__(self, job: Job, *, in_turns: bool = False) -> None:
+    def __init__(self, job: Job, server: ForkServer | None = None, *, in_turns: bool = False) -> None:
         self.name = job.name
         # the bucket that it wants to go on with; None until it says so, TIMED at the end
         self.place: int | None = None
@@ -270,24 +337,28 @@ class _Child:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._target, self._log = folder / "side.json", folder / "log"
         self._deadline = time.monotonic() + CHILD_TIMEOUT
-        command = [*env.python_command("wavecrest.optimizer.side"), json.dumps(asdict(job.task)), str(self._target)]
+        arguments = [json.dumps(asdict(job.task)), str(self._target)]
         with contextlib.ExitStack() as theirs:
             passed: list[int] = []
             if in_turns:
                 self._connection, other = socket.socketpair()
                 self._stack.enter_context(self._connection).settimeout(_LOOK)
                 passed = [theirs.enter_context(other).fileno()]
-                command.append(str(passed[0]))
-            # a process group of its own, so that all of it can be stopped and ended
-            self._process = subprocess.Popen(
-                command,
-                env=env.python_child(job.changes),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=theirs.enter_context(self._log.open("wb")),
-                pass_fds=passed,
-                process_group=0,
-            )
+            log = theirs.enter_context(self._log.open("wb"))
+            self._process: Forked | subprocess.Popen[bytes]
+            if server is not None:
+                self._process = server.start(arguments, log, passed)
+            else:
+                # a process group of its own, so that all of it can be stopped and ended
+                self._process = subprocess.Popen(
+                    [*env.python_command(_SIDE), *arguments, *map(str, passed)],
+                    env=env.python_child(job.changes),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=passed,
+                    process_group=0,
+                )
 
     def __enter__(self) -> _Child:
         return self

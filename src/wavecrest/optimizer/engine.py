@@ -102,6 +102,8 @@ def _close(run: RunState, changed: list[str]) -> None:
 def _prepare(run: RunState) -> None:
     """Everything that steps and verdicts refer to: baseline, profile, graph breaks, reference outputs."""
     record = run.ledger.record
+    # beside the work of this process
+    run.children.begin()
     if run.workload.in_training:
         run.ledger.note("the model was given in training mode: it is measured in eval mode, and put back at the end")
     run.progress.phase("baseline")
@@ -135,7 +137,7 @@ def _know_costs(run: RunState) -> None:
     buckets, looks = len(run.workload.buckets), list(LOOKS)
     counts = [looks[0], *(after - before for before, after in itertools.pairwise(looks))]
     if run.workload.spec:
-        times = [seconds_of_pairs(run.context, count) for count in counts]
+        times = [seconds_of_pairs(run.context, count, run.children.saved_seconds) for count in counts]
     else:
         times = [2 * count * min(MOST_SECONDS, run.measurer.seconds) * buckets for count in counts]
     run.costs = Costs(

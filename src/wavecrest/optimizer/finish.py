@@ -112,6 +112,8 @@ def _measured(run: RunState) -> Claim:
     except WavecrestError as error:
         run.ledger.note(f"measured in one process: {error}")
         return _in_phases(run)
+    if run.children.problem:
+        run.ledger.note(f"the fresh processes were new interpreters, which import anew: {run.children.problem}")
     if source.copied:
         run.ledger.note("the fresh processes of the final measurement loaded a copy of the model's pickle")
     return claim
@@ -125,7 +127,10 @@ def _check_time(run: RunState) -> None:
     """
     pairs = min(LOOKS)
     compiling = run.costs.cached if run.ledger.applied.only("compile").steps else 0.0
-    needed = seconds_of_pairs(run.context, pairs) + rounds_of_loading(run.context, pairs) * compiling
+    needed = (
+        seconds_of_pairs(run.context, pairs, run.children.saved_seconds)
+        + rounds_of_loading(run.context, pairs) * compiling
+    )
     if needed > run.seconds_left:
         raise EnvironmentProblem(
             f"{2 * pairs} fresh processes take about {needed:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
@@ -154,7 +159,9 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
         def some(first: int, count: int) -> list[dict[timing.Side, SideReport]]:
             names = f"{first + 1} to {first + count}"
             run.progress.phase(f"final measurement: original and result in fresh processes, pairs {names}")
-            return run_pairs([jobs(pair) for pair in range(first, first + count)], first, memory=memory)
+            return run_pairs(
+                [jobs(pair) for pair in range(first, first + count)], first, memory=memory, starter=run.children
+            )
 
         return _alternate(run, some, "processes")
 

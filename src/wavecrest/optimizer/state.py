@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest import hardware
 from wavecrest.optimizer.checking import check_applied
+from wavecrest.optimizer.children import Starter
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.gate.untouched import Untouched
@@ -37,6 +38,7 @@ class RunState:
         gate: the accuracy gate; prepared once the baseline is measured.
         untouched: puts the user's model back as it was, after every step and at the end.
         costs: what trials took so far.
+        children: starts the fresh processes of the final measurement.
         began: when this run began, by `now`.
     """
 
@@ -54,12 +56,14 @@ class RunState:
     untouched: Untouched = field(init=False)
     began: float = field(init=False)
     costs: Costs = field(default_factory=Costs)
+    children: Starter = field(init=False)
     _profiled: tuple[nn.Module, list[BucketProfile]] | None = None
 
     def __post_init__(self) -> None:
         self.began = self.now()
         self.current = self.workload.model
         self.untouched = Untouched(self.workload)
+        self.children = Starter(self.workload.model, self.workload.device)
         self.context = StepContext(
             self.workload,
             self.device,

@@ -15,7 +15,7 @@ from wavecrest import hardware
 from wavecrest.measure import timing, workload
 from wavecrest.measure.speedup import TAIL
 from wavecrest.optimizer.alternate import Claim, alternate, medians
-from wavecrest.optimizer.children import Job, SideReport, Task, memory_of, run_pairs
+from wavecrest.optimizer.children import Job, Jobs, SideReport, Starter, Task, memory_of, run_pairs
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import check_plan
@@ -67,13 +67,15 @@ def run(
                 on_process(index, processes)
             original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
             result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
-            found += run_pairs([{"base": original, "new": result}], index, memory=2 * memory_of(loaded))
+            pair: Jobs = {"base": original, "new": result}
+            found += run_pairs([pair], index, memory=2 * memory_of(loaded), starter=starter)
         reports.extend(pair["new"] for pair in found)
         return found
 
-    claim = alternate(
-        some, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
-    )
+    with Starter(loaded.model, loaded.device) as starter:
+        claim = alternate(
+            some, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
+        )
     results = [_process(index, claim, report) for index, report in enumerate(reports)]
     passed, reason = verdict_of(results, claim, plan)
     return VerifyRecord(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # seconds of a child process beside loading the workload: imports, and sampling a bucket
 CHILD_START = 4.0
+# and of one that was forked, at least: opening the GPU
+FORKED_START = 1.0
 CHILD_SAMPLING = 2.5
 # range of the process medians of one side, over the smallest, above which a trial says nothing
 UNSTABLE_RANGE = 0.15
@@ -134,14 +136,20 @@ def try_candidates(
     return trials
 
 
-def seconds_of_pairs(context: StepContext, pairs: int) -> float:
+def seconds_of_pairs(context: StepContext, pairs: int, saved: float = 0.0) -> float:
     """Expected seconds of pairs of child processes before the first has run.
 
     Of each: interpreter and imports, loading, sampling. Where several are loaded at the same time, and each has a
     processor for that, they share what comes before sampling.
+
+    Args:
+        context: of the run.
+        pairs: of processes.
+        saved: seconds of imports that each of them does not take (`Starter.saved_seconds`).
     """
     workload = context.workload
-    begin, sampling = CHILD_START + workload.load_seconds, CHILD_SAMPLING * len(workload.buckets)
+    begin = max(FORKED_START, CHILD_START + workload.load_seconds - saved)
+    sampling = CHILD_SAMPLING * len(workload.buckets)
     return rounds_of_loading(context, pairs) * begin + 2 * pairs * sampling
 
 

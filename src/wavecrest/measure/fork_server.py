@@ -1,0 +1,301 @@
+"""A process that has imported what children need, and forks one for each that is asked for.
+
+Imports are most of a short child's time: torch 3 s, a model of transformers 9 to 12 s more (16 cores beside an H200,
+2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU, and started no thread beside
+those of numpy, and it says so or why not (`ForkServer.problem`). A child that it forks is what a new interpreter is
+after the same imports, but that all have one layout of memory and one seed of hashes, where interpreters differ. Its
+environment is the server's: variables act at import.
+
+The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
+connection; modules to import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import IO, Any, NoReturn
+
+from wavecrest import env
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.measure.child import die_with
+
+# device files that a process has open once it uses a GPU: a fork of it cannot use that GPU
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+# makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
+_ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+class Forked:
+    """A forked child, with the part of `subprocess.Popen` that its starter needs.
+
+    Attributes:
+        pid: of the child, which leads a process group of its own.
+        returncode: None until `wait` has seen the end; then as Popen has it.
+    """
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = ended
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code once the child has ended; minus the signal that ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in `timeout` seconds.
+        """
+        if self.returncode is None:
+            ready, _, _ = select.select([self._ended], [], [], timeout)
+            if not ready:
+                raise subprocess.TimeoutExpired("a forked child", timeout or 0.0)
+            # no number: the server was killed, and its children with it
+            self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)
+            os.close(self._ended)
+        return self.returncode
+
+
+class ForkServer:
+    """The server as its starter has it; it ends with the block, and its children with it.
+
+    Args:
+        module: children run its `main` with their arguments.
+        imports: modules to import beside it; one that cannot be imported is left to the children.
+
+    Attributes:
+        environment: the variables of the server, and so of its children.
+        import_seconds: how long its imports took; 0 until `problem` was asked for.
+    """
+
+    def __init__(self, module: str, imports: Sequence[str] = ()) -> None:
+        self.environment = env.python_child({})
+        self.import_seconds = 0.0
+        self._problem: str | None = None if sys.platform == "linux" else f"{sys.platform} has no safe fork"
+        if self._problem is not None:
+            return
+        self._connection, other = socket.socketpair()
+        with other:
+            command = [*env.python_command(__name__), module, str(other.fileno()), *imports]
+            self._process = subprocess.Popen(
+                command,
+                env={**self.environment, _ASKS_NVML: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                # not for Ctrl-C: its starter ends it
+                process_group=0,
+            )
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if sys.platform == "linux":
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot fork children, or an empty string; waits until it has imported everything."""
+        if self._problem is None:
+            line = b""
+            with contextlib.suppress(OSError):
+                while not line.endswith(b"\n") and (more := self._connection.recv(4096)):
+                    line += more
+            if not line.endswith(b"\n"):
+                line = b"0 the server ended while it imported"
+            seconds, _, self._problem = line.decode().strip("\n").partition(" ")
+            self.import_seconds = float(seconds)
+        return self._problem
+
+    def start(self, arguments: Sequence[str], log: IO[bytes], passed: Sequence[int] = ()) -> Forked:
+        """Fork a child.
+
+        Args:
+            arguments: of its `main`.
+            log: its standard error.
+            passed: file descriptors of this process; the child has their numbers there behind `arguments`.
+
+        Raises:
+            EnvironmentProblem: the server cannot fork, or has ended.
+        """
+        if self.problem:
+            raise EnvironmentProblem(f"no child can be forked: {self.problem}")
+        ended, theirs = os.pipe()
+        try:
+            with tempfile.TemporaryFile() as request:
+                request.write("\0".join([os.getcwd(), *arguments]).encode())
+                request.flush()
+                socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])
+                pid = int(self._connection.recv(16) or 0)
+        except OSError:
+            pid = 0
+        finally:
+            os.close(theirs)
+        if not pid:
+            os.close(ended)
+            raise EnvironmentProblem("no child can be forked: the server has ended")
+        return Forked(pid, ended)
+
+
+def main() -> int:
+    """Import, say whether children can be forked, and fork them until the starter closes the connection."""
+    begin = time.perf_counter()
+    _, module, number, *imports = sys.argv
+    connection = socket.socket(fileno=int(number))
+    connection.set_inheritable(False)
+    with contextlib.suppress(ImportError):
+        # its BLAS has threads from the import on, and stops them for a fork by itself
+        importlib.import_module("numpy")
+    threads = _threads()
+    for name in imports:
+        # whatever it raises, a child that needs it raises too, and says so
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    runner = importlib.import_module(module)
+    connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not(threads)}\n".encode())
+    _serve(connection, runner)
+    return 0
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _why_not(threads: int) -> str:
+    """Why a fork of this process would not be as a new interpreter, or an empty string."""
+    more = _threads() - threads
+    if more:
+        return f"its imports start {more} threads"
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.startswith(_GPU_FILES):
+                return f"its imports open {path}"
+    return ""
+
+
+def _serve(connection: socket.socket, runner: Any) -> None:
+    """Fork children, and tell the starter of each when it has ended."""
+    awake, wake = socket.socketpair()
+    awake.setblocking(False)
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    ends: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([connection, awake], [], [])
+        if awake in ready:
+            with contextlib.suppress(BlockingIOError):
+                awake.recv(4096)
+            _tell(ends)
+        if connection in ready:
+            data, received, _, _ = socket.recv_fds(connection, 1, 16)
+            if not data:
+                break
+            request, log, ended, *passed = received
+            parent, pid = os.getpid(), _fork()
+            if pid == 0:
+                for own in (connection, awake, wake):
+                    own.close()
+                for other in ends.values():
+                    os.close(other)
+                _become(runner, parent, request, log, ended, passed)
+            with contextlib.suppress(OSError):
+                # the child does the same: whoever is first
+                os.setpgid(pid, pid)
+            ends[pid] = ended
+            for descriptor in (request, log, *passed):
+                os.close(descriptor)
+            connection.sendall(str(pid).encode())
+    for pid in ends:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of threads; those of numpy's BLAS are safe
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _tell(ends: dict[int, int]) -> None:
+    """Write the exit codes of children that have ended."""
+    for pid in list(ends):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            ended = ends.pop(pid)
+            with contextlib.suppress(OSError):
+                os.write(ended, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(ended)
+
+
+def _become(runner: Any, parent: int, request: int, log: int, ended: int, passed: Sequence[int]) -> NoReturn:
+    """Run the child, in the forked process, to its end."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with(parent)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        os.close(ended)
+        os.dup2(log, 2)
+        os.close(log)
+        with os.fdopen(request, "rb") as file:
+            file.seek(0)
+            folder, *arguments = file.read().decode().split("\0")
+        env.unset(_ASKS_NVML)
+        os.chdir(folder)
+        _be_new(folder)
+        sys.argv = [runner.__name__, *arguments, *map(str, passed)]
+        code = runner.main()
+    except BaseException as error:
+        # as an interpreter ends
+        code = _exit_code(error)
+    finally:
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code for what a program raised, which is said on standard error as an interpreter says it."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _be_new(folder: str) -> None:
+    """Set what each interpreter has of its own: the first place of imports, files there now, numpy's random state."""
+    if not sys.flags.safe_path:
+        # `python -m` puts the folder that it was started in there
+        sys.path[0] = folder
+    importlib.invalidate_caches()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
