@@ -1,10 +1,10 @@
 """A process that has imported what children need, and forks one for each that is asked for.
 
 Imports are most of a short child's time: torch 3 s, a model of transformers 9 to 12 s more (16 cores beside an H200,
-2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU, and started no thread beside
-those of numpy, and it says so or why not (`ForkServer.problem`). A child that it forks is what a new interpreter is
-after the same imports, but that all have one layout of memory and one seed of hashes, where interpreters differ. Its
-environment is the server's: variables act at import.
+2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU and started no thread of
+Python, and it says so or why not (`ForkServer.problem`). Threads of BLAS libraries wait for work; they end in a fork. A
+child that it forks is what a new interpreter is after the same imports, but that all have one layout of memory and one
+seed of hashes, where interpreters differ. Its environment is the server's: variables act at import.
 
 The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
 connection; modules to import.
@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -158,29 +159,21 @@ def main() -> int:
     _, module, number, *imports = sys.argv
     connection = socket.socket(fileno=int(number))
     connection.set_inheritable(False)
-    with contextlib.suppress(ImportError):
-        # its BLAS has threads from the import on, and stops them for a fork by itself
-        importlib.import_module("numpy")
-    threads = _threads()
     for name in imports:
         # whatever it raises, a child that needs it raises too, and says so
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     runner = importlib.import_module(module)
-    connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not(threads)}\n".encode())
+    connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not()}\n".encode())
     _serve(connection, runner)
     return 0
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _why_not(threads: int) -> str:
+def _why_not() -> str:
     """Why a fork of this process would not be as a new interpreter, or an empty string."""
-    more = _threads() - threads
-    if more:
-        return f"its imports start {more} threads"
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"its imports start threads: {', '.join(others)}"
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{number}")
@@ -229,7 +222,7 @@ def _serve(connection: socket.socket, runner: Any) -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python warns of threads; those of numpy's BLAS are safe
+        # Python warns of threads of BLAS libraries too
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 

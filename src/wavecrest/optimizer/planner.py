@@ -4,7 +4,7 @@ Predictions are made again after every kept step and every diagnosis. Taken are 
 long as they fit, or those that gain most together (a knapsack) where cheap steps would use up the time of a much better
 one; the one of them that gains most a second is next. Four rules stand above the gain. A step that cures a cause which
 a diagnosis named comes first; steps named by `Step.tried_after` come before that step; second attempts come after all
-first ones; steps that search come last.
+first ones; steps that tied by a small gain are then tried together; steps that search come last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
 from wavecrest.optimizer.steps.base import TREE
 from wavecrest.optimizer.steps.environment import seconds_of_pairs
+from wavecrest.optimizer.steps.join_ties import can_join
 
 if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
@@ -101,13 +102,15 @@ class Candidate:
 
     @property
     def tier(self) -> int:
-        """Other weights, cures, first attempts, second attempts, searches; a lower tier goes first."""
+        """Other weights, cures, first attempts, second attempts, joined ties, searches; a lower tier goes first."""
         if self.step.phase == "weights":
             # asked for by name, and all others work on what it makes
             return -1
         if self.cause is not None:
             return 0
-        return 3 if self.step.searches else self.attempt
+        if self.step.joins:
+            return 3
+        return 4 if self.step.searches else self.attempt
 
 
 @dataclass(slots=True)
@@ -222,10 +225,22 @@ class Planner:
     def _compiled(self) -> bool:
         return bool(self.run.ledger.applied.only("compile").steps)
 
+    def _ground(self, step: Step) -> object:
+        """All that a step's sites depend on: the steps in force that change modules, and the ties that it joins."""
+        return self.run.ledger.applied.only(*TREE), self._compiled, self._ties if step.joins else ()
+
     @property
-    def _ground(self) -> object:
-        """The part of the steps in force that sites depend on."""
-        return self.run.ledger.applied.only(*TREE), self._compiled
+    def _ties(self) -> tuple[tuple[str, float], ...]:
+        """Steps whose last trial tied by a gain and that fit those in force, the largest gain first."""
+        last = {row.id: row for row in self.run.ledger.record.steps}
+        steps = {step.id: step for step in self.steps if can_join(step)}
+        found = [
+            (name, row.ratio)
+            for name, row in last.items()
+            if name in steps and row.verdict == "tie" and row.ratio is not None and row.ratio > 1
+            if not any(steps[name].excludes(item.step) for item in self.run.ledger.applied.steps)
+        ]
+        return tuple(sorted(found, key=lambda one: -one[1]))
 
     def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.
@@ -234,15 +249,20 @@ class Planner:
             steps: to look for.
             again: also where the step has looked on another ground; else it only predicts anew.
         """
-        run, context, ground = self.run, self.run.context, self._ground
+        run, context = self.run, self.run.context
         known = {step.id: self._looks.get(step.id) for step in steps}
-        moved = {name for name, look in known.items() if look is None or (again and look.ground != ground)}
+        moved = {
+            step.id
+            for step in steps
+            if (look := known[step.id]) is None or (again and look.ground != self._ground(step))
+        }
         changed = [step for step in steps if step.id in moved or known[step.id].profile is not context.profile]  # type: ignore[union-attr]
         if not changed:
             return False
         if moved:
             run.progress.phase("which steps apply")
         begin = run.now()
+        context.ties = self._ties
         context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
@@ -250,13 +270,13 @@ class Planner:
                 look = known[step.id]
                 if look is None or step.id in moved:
                     found, problem = self._find(step)
-                    look = _Look(found, problem, Prediction(None, ""), ground, None)
+                    look = _Look(found, problem, Prediction(None, ""), self._ground(step), None)
                 look.prediction, look.profile = self._predict(step, look.found), context.profile
                 self._looks[step.id] = look
         except Refused as error:
             # the model cannot be copied
             for step in changed:
-                self._looks[step.id] = _Look(None, error, Prediction(None, ""), ground, context.profile)
+                self._looks[step.id] = _Look(None, error, Prediction(None, ""), self._ground(step), context.profile)
         finally:
             # the tensors that surgery made are not held while candidates are timed
             context.model = None

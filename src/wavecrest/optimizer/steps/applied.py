@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavecrest.errors import StepRefused
-from wavecrest.optimizer.steps.base import PHASES, Step, structural_copy
+from wavecrest.optimizer.steps.base import PHASES, Step, apply_step, structural_copy
 from wavecrest.optimizer.steps.ladder import step_by_id
 
 if TYPE_CHECKING:
@@ -59,16 +58,5 @@ def build(model: nn.Module, applied: AppliedSteps) -> nn.Module:
     """
     made = structural_copy(model)
     for item in applied.ordered():
-        for path in item.step.check_params(item.params):
-            if not _has_module(made, path):
-                raise StepRefused(f"step {item.step_id} names the module {path!r}, which the model does not have")
-        made = item.step.apply(made, item.params)
+        made = apply_step(made, item.step, item.params)
     return made
-
-
-def _has_module(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True

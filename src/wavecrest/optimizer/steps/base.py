@@ -89,6 +89,8 @@ class StepContext:
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
     captured: bool = False
+    # steps that tied by a gain and fit those in force, the largest first: id and measured ratio
+    ties: Sequence[tuple[str, float]] = ()
     # seconds of the budget that are left for trials of steps
     seconds_left: float = float("inf")
     # where time comes from
@@ -134,6 +136,7 @@ class Step:
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
         traces: its sites are found by tracing the model, which is done only where the step can be tried behind it.
+        joins: it applies steps that tied together; its sites depend on `StepContext.ties` too.
         eager_only: sizes depend on values in what it makes, so that it excludes compilation and capture, and they it.
     """
 
@@ -147,6 +150,7 @@ class Step:
     searches: bool = False
     cures: Sequence[CauseKind] = ()
     traces: bool = False
+    joins: bool = False
     eager_only: bool = False
 
     def check_params(self, params: dict[str, Any]) -> list[str]:
@@ -224,3 +228,24 @@ def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     """Put `module` at a dotted path."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
+
+
+def apply_step(model: nn.Module, step: Step, params: dict[str, Any]) -> nn.Module:
+    """The model with one step applied; `model`, a private copy, is changed.
+
+    Raises:
+        PlanError: the step does not take its parameters.
+        StepRefused: it does not fit this model.
+    """
+    for path in step.check_params(params):
+        if not _has_module(model, path):
+            raise StepRefused(f"step {step.id} names the module {path!r}, which the model does not have")
+    return step.apply(model, params)
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

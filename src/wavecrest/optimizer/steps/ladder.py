@@ -32,6 +32,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.fold_batch_norm import FoldBatchNorm
     from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseParallel, FuseQKV
     from wavecrest.optimizer.steps.fuse_residual import FuseResidual
+    from wavecrest.optimizer.steps.join_ties import JoinTies
     from wavecrest.optimizer.steps.pack_heads import PackHeads
     from wavecrest.optimizer.steps.patch_conv import PatchConvolution
     from wavecrest.optimizer.steps.precision import precision_steps
@@ -73,6 +74,7 @@ def _steps() -> dict[str, Step]:
         ReplaceActivation(),
         ReplaceRotary(),
         FuseResidual(),
+        JoinTies(step_by_id),
         *fusion_steps(),
         *compile_steps(thorough=True),
     ]

@@ -1,0 +1,113 @@
+"""Gains too small to be kept one by one are tried together, and are one step of the plan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.optimizer.conftest import Run
+from tests.optimizer.planted import AddPause, Planted, slow
+from wavecrest.errors import PlanError
+from wavecrest.graphs.inductor import PRESETS
+from wavecrest.optimizer.api import OptimizeResult
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.steps import Found, Prediction, StepContext
+from wavecrest.optimizer.steps.compile import Compile
+from wavecrest.optimizer.steps.join_ties import JoinTies
+from wavecrest.optimizer.steps.ladder import step_by_id
+
+
+class Saves(Planted):
+    """Takes a share of the pause out, once."""
+
+    def __init__(self, name: str, share: float, group: str | None = None) -> None:
+        self.id = self.title = name
+        self.share, self.group = share, group
+
+    def find(self, context: StepContext) -> Found:
+        assert context.model is not None
+        done = self.id in getattr(context.model, "done", ())
+        return Found((), note="done") if done else Found(("model",), {"share": self.share})
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(1 + self.share, "planted")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = model.pause * (1 - params["share"])
+        model.done = (*getattr(model, "done", ()), self.id)
+        return model
+
+
+def rows(result: OptimizeResult) -> dict[str, str]:
+    return {row.id: row.verdict for row in result.record.steps}
+
+
+def test_small_gains_are_kept_together(run: Run) -> None:
+    steps = Saves("a", 0.013), Saves("b", 0.016), Saves("c", 0.012), AddPause()
+    result = run(*steps, JoinTies(step_by_id), budget=300.0, min_gain=0.03)
+    assert rows(result) == {"a": "tie", "b": "tie", "c": "tie", "slow": "reverted", "join_ties": "kept"}
+    joined = next(row for row in result.record.steps if row.id == "join_ties")
+    measured = {row.id: row.ratio for row in result.record.steps}
+    # in the order of what they gained
+    order = sorted("abc", key=lambda name: -(measured[name] or 0))
+    shares = {"a": 0.013, "b": 0.016, "c": 0.012}
+    assert joined.sites == [f"{name} × 1" for name in order]
+    assert joined.params == {"steps": [{"id": name, "params": {"share": shares[name]}} for name in order]}
+    assert joined.predicted == pytest.approx(math.prod(measured[name] or 0 for name in order))
+    assert joined.prediction.startswith("measured one by one: 1.0")
+    assert joined.ratio == pytest.approx(1 / math.prod(1 - share for share in shares.values()), rel=0.01)
+    assert [row.id for row in result.plan.kept()] == ["join_ties"]
+    # the plan does the same again
+    model = Plan.model_validate_json(result.plan.model_dump_json()).apply(slow()[0])
+    assert model.done == result.model.done == tuple(order) and model.pause == pytest.approx(result.model.pause)
+
+
+def test_one_small_gain_and_losses_are_not_joined(run: Run) -> None:
+    result = run(
+        Saves("a", 0.013), Saves("worse", -0.012), AddPause(), JoinTies(step_by_id), budget=300.0, min_gain=0.03
+    )
+    assert rows(result)["join_ties"] == "skipped"
+    reason = result.record.steps[-1].reason
+    assert reason == "no two steps of this run have gained less than what is kept"
+
+
+def test_rivals_and_what_is_kept_are_not_joined(run: Run) -> None:
+    """One step of a group is joined, and none of a group whose other step is in force."""
+    steps = (
+        Saves("a", 0.02, "x"), Saves("b", 0.024, "x"), Saves("c", 0.022),
+        Saves("large", 0.4, "y"), Saves("d", 0.02, "y"),
+    )  # fmt: skip
+    result = run(*steps, JoinTies(step_by_id), budget=600.0, min_gain=0.03)
+    assert {row.id for row in result.record.steps if row.verdict == "kept"} == {"large", "join_ties"}
+    joined = next(row for row in result.record.steps if row.id == "join_ties")
+    assert {row["id"] for row in joined.params["steps"]} == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "match"),
+    [
+        ([{"id": "a", "params": {}}], "at least 2 items"),
+        ([{"id": "a", "params": {}}, {"id": "not there", "params": {}}], "no step 'not there' in this wavecrest"),
+        ([{"id": "a", "params": {}}, {"id": "join_ties", "params": {}}], "join_ties is no surgery on modules"),
+        ([{"id": "a", "params": {}}, {"id": "compile:default", "params": {}}], "compile:default is no surgery on mod"),
+        ([{"id": "a", "params": {}, "path": ""}] * 2, "path"),
+    ],
+)
+def test_a_plan_joins_surgery_alone(inner: list[dict[str, Any]], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [Saves("a", 0.1), JoinTies(step_by_id), Compile(PRESETS["default"])]
+    monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
+    with pytest.raises(PlanError, match=match):
+        JoinTies(step_by_id).check_params({"steps": inner})
+
+
+def test_each_step_is_looked_for_behind_the_ones_before(run: Run) -> None:
+    """Two steps that want the same layer: the second finds nothing left to change."""
+    first, second = Saves("a", 0.013), Saves("b", 0.016)
+    # both have the same mark
+    first.apply = second.apply  # type: ignore[method-assign]
+    first.find = second.find  # type: ignore[method-assign]
+    result = run(first, second, JoinTies(step_by_id), budget=300.0, min_gain=0.03)
+    assert rows(result) == {"a": "tie", "b": "tie", "join_ties": "skipped"}
