@@ -228,7 +228,9 @@ class Kernels:
     `beside`: another file of kernels, whose functions it has.
     """
 
-    def __init__(self, path: Path, planted: Mapping[str, str] | None = None, *, beside: Path | None = None, **functions: Any) -> None:
+    def __init__(
+        self, path: Path, planted: Mapping[str, str] | None = None, *, beside: Path | None = None, **functions: Any
+    ) -> None:
         self._place = SimpleNamespace(program=0, programs=1)
         self._names = self._language() | functions
         text = path.read_text(encoding="utf-8")

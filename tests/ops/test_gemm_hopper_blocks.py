@@ -56,6 +56,14 @@ def blocked(M: int, N: int, K: int, device: str = "cuda", **more: Any) -> GemmCa
     return GemmCall(a, b.mT, scale_a=scales(M, k, device=device), scale_b=scale_b, **more)
 
 
+def shaped(M: int, N: int, K: int, **more: Any) -> GemmCall:
+    """As `blocked`, without memory."""
+    a, b = (torch.empty(rows, K, dtype=E4M3, device="meta") for rows in (M, N))
+    k, n = -(-K // 128), -(-N // 128)
+    scale_a, scale_b = torch.empty(M, k, device="meta"), torch.empty(n, k, device="meta").mT
+    return GemmCall(a, b.mT, scale_a=scale_a, scale_b=scale_b, **more)
+
+
 def calls(M: int, N: int, K: int, device: str) -> list[GemmCall]:
     """Each kind of end, and scales of other strides."""
     bias = random(2 * N, dtype=F16, device=device, seed=2)[::2]
@@ -73,7 +81,8 @@ def calls(M: int, N: int, K: int, device: str) -> list[GemmCall]:
     return [*found, call._replace(scale_a=across[0], scale_b=across[1])]
 
 
-# less than a tile, with K that fills no second block; edges; more tiles than programs; many blocks; whole blocks of columns
+# less than a tile, with K that fills no second block; edges; more tiles than programs; whole blocks of columns, and
+# many of K
 SHAPES = ((1, 8, 144), (5, 40, 192), (129, 136, 272), (1000, 384, 528), (4100, 1032, 1040), (300, 2304, 4096))
 
 
@@ -90,7 +99,7 @@ def test_values(shape: tuple[int, ...], hopper: AnyOp) -> None:
 def test_configurations(out: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> None:
     for activation in (None, "silu_and_mul"):
         call = blocked(*shape, activation=activation, out_dtype=out)
-        tried = [one for one in space.blocks_space(hopper.key(call), SM_90)]
+        tried = list(space.blocks_space(hopper.key(call), SM_90))
         by_parts: dict[int, list[Tensor]] = {}
         for one in tried:
             by_parts.setdefault(one["SPLIT_K"], []).append(assert_right(BLOCKS, call, one))
@@ -180,11 +189,11 @@ CONFIGS = (
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(5, 40, 144), (150, 384, 272), (290, 136, 400)], ids=shape_id)
+@pytest.mark.parametrize("shape", [(5, 40, 144), (130, 128, 272)], ids=shape_id)
 def test_tiles_scales_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer programs than tiles."""
-    for call in calls(*shape, "cpu"):
-        for config in CONFIGS:
+    for index, call in enumerate(calls(*shape, "cpu")):
+        for config in CONFIGS[index % 2 :: 2]:
             if call.activation not in GATED or config["HALVES"] == 2:
                 assert right(stand_in(call, config, 2, monkeypatch), call)
 
@@ -214,12 +223,12 @@ def test_tiles_scales_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.M
 )  # fmt: skip
 def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "PATIENCE", 1.0)
-    call = blocked(130, 392, 528, "cpu")
+    call = blocked(70, 264, 528, "cpu")
     found = []
     for config in (configs.hopper_blocks(2, 128, 2, 2, 8), configs.hopper_blocks(2, 128, 1, 2, 8, 2)):
         try:
             found.append(right(stand_in(call, config, 2, monkeypatch, **{say: instead}), call))
-        except (AssertionError, TimeoutError, IndexError, AttributeError):
+        except (AssertionError, TimeoutError, IndexError, TypeError):
             found.append(False)
     assert not all(found)
 
@@ -258,14 +267,14 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
 def test_it_is_for_sm_90_and_runs_where_a_measured_row_names_it(device: str) -> None:
     call = blocked(8, 128, 128, device)
     if hardware.detect().arch != "sm_90":
-        with pytest.raises(Unsupported, match="sm_90|Gluon"):
+        with pytest.raises(Unsupported, match=r"sm_90|Gluon"):
             gemm.run(BLOCKS, call)
     assert gemm.backends[BLOCKS].opt_in(call) is not None
     assert gemm.decide(call).backend != BLOCKS
 
 
 def test_tiles_that_there_are_not_are_refused() -> None:
-    call = blocked(300, 256, 528, "meta")
+    call = shaped(300, 256, 528)
     y = torch.empty(call.shape, dtype=BF16, device="meta")
     known = configs.hopper_blocks()
     for wrong in ({"GROUPS": 3}, {"HALVES": 3}, {"BLOCK_N": 256}, {"SPLIT_K": 0}, {"STAGES": 0}):
@@ -275,11 +284,11 @@ def test_tiles_that_there_are_not_are_refused() -> None:
         launch_blocks.launch(call._replace(activation="silu_and_mul"), y, known, SM_90)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 100, 128, 1024, 8192])
+@pytest.mark.parametrize("rows", [1, 64, 128, 8192])
 @pytest.mark.parametrize("gated", [False, True])
 def test_configurations_fit(gated: bool, rows: int) -> None:
     for N, K in ((4096, 4096), (7168, 2048), (2048, 7168), (28672, 4096), (256, 128)):
-        call = blocked(rows, N, K, "meta", activation="silu_and_mul" if gated else None)
+        call = shaped(rows, N, K, activation="silu_and_mul" if gated else None)
         key = key_of(call)
         tried = list(space.blocks_space(key, SM_90))
         assert tried[0] == configs.hopper_blocks_of(shape_of(key), SM_90) and len(tried) == len(set(tried)) > 1

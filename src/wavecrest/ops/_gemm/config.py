@@ -222,7 +222,9 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
         return hopper_blocks(groups, columns, halves, split=split)
     if not shape.gated:
         # the part of the units' time that tiles fill, of 128 and of 256 columns
-        narrow, wide = (tiles / _layout.ceil_div(tiles, units) for tiles in (_tiles(shape, 128, 128), _tiles(shape, 128, 256)))
+        narrow, wide = (
+            tiles / _layout.ceil_div(tiles, units) for tiles in (_tiles(shape, 128, 128), _tiles(shape, 128, 256))
+        )
         halves = 2 if shape.rows == 0 or 1.1 * wide >= narrow else 1
     return hopper_blocks(halves=halves)
 

@@ -349,6 +349,9 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
     kinds = zip("ab", str(parts["scales"]).split(), strict=True)
     scales = [shapes.get(kind) for kind in kinds]
     scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
+    if scale_b is not None and scales[1] == shapes["b", "block"]:
+        # as a weight has them, along its K
+        scale_b = scale_b.mT.contiguous().mT
     if form == "mxfp4":
         scale_b = torch.randint(120, 126, shapes["b", "group"], dtype=torch.uint8, device=device)
     wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16
