@@ -211,11 +211,12 @@ def test_tiles_scales_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.M
         ("+ begin * along_a", ""),
         # sums that are added without their scales, or to those of the block before
         ("left + sums * gl.expand_dims(scale_a * scale_left, 1)", "left + sums"),
-        ("permute((1, 0)), zeros, use_acc=False", "permute((1, 0)), left, use_acc=True"),
+        ("use_acc=onto", "use_acc=True"),
         # a block left out, tiles written over too early, and a part of K in another's place
         ("gl.minimum(begin + steps, blocks)", "gl.minimum(begin + steps, blocks - 1)"),
+        ("stop = blocks", "stop = blocks - 1"),
         ("sums = hopper.warpgroup_mma_wait(0, deps=[sums])\n                hopper", "hopper"),
-        ("c + part.to(gl.int64) * M * end", "c"),
+        ("c + (index // tiles).to(gl.int64) * M * end", "c"),
         ("slice(me * ROWS, ROWS)", "slice(0, ROWS)"),
         ("rows < M", "rows < M + 1"),
         ("((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)"),

@@ -27,6 +27,19 @@ def _columns(tile_n, N, HALVES: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.c
 
 
 @gluon.jit
+def _turn(index, tiles, steps, blocks, SPLIT_K: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile of a program's turn, its first block of K and the one behind its last; a part of K begins anywhere."""
+    tile = index
+    begin = 0
+    stop = blocks
+    if SPLIT_K > 1:
+        tile = index % tiles
+        begin = index // tiles * steps
+        stop = gl.minimum(begin + steps, blocks)
+    return tile, begin, stop
+
+
+@gluon.jit
 def _copy_blocks(  # type: ignore[no-untyped-def]
     a_desc, b_desc, a_tiles, b_tiles, full, empty, N, tiles_m, tiles_n, steps, blocks,
     GATED: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
@@ -36,10 +49,10 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
     step = 0
     tiles = tiles_m * tiles_n
     for index in range(gl.program_id(0), tiles * SPLIT_K, gl.num_programs(0)):
-        tile_m, tile_n = _place(index % tiles, tiles_m, tiles_n, GROUP_M)
+        tile, begin, stop = _turn(index, tiles, steps, blocks, SPLIT_K)
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
         first, second = _columns(tile_n, N, HALVES, GATED, BLOCK_N)
-        begin = index // tiles * steps
-        for i in range(begin, gl.minimum(begin + steps, blocks)):
+        for i in range(begin, stop):
             slot = step % STAGES
             bar = full.index(slot)
             b_tile = b_tiles.index(slot)
@@ -77,23 +90,23 @@ def _multiply_blocks(  # type: ignore[no-untyped-def]
     along_b = 1 if UNIT else stride_bk
     # columns of b
     end = 2 * N if GATED else N
+    # false, which ptxas does not know: else it takes other registers for each half's sums, and spills (triton 3.6)
+    onto = blocks < 0
     step = 0
     tiles = tiles_m * tiles_n
     for index in range(gl.program_id(0), tiles * SPLIT_K, gl.num_programs(0)):
-        tile_m, tile_n = _place(index % tiles, tiles_m, tiles_n, GROUP_M)
+        tile, begin, stop = _turn(index, tiles, steps, blocks, SPLIT_K)
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
         first, second = _columns(tile_n, N, HALVES, GATED, BLOCK_N)
-        part = index // tiles
-        begin = part * steps
-        stop = gl.minimum(begin + steps, blocks)
         row = (tile_m * GROUPS + me) * ROWS
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         # the last row's and column's scales in place of those that there are not: what they scale is not stored
         at_a = scale_a_ptr + gl.minimum(rows, M - 1) * stride_am + begin * along_a
         at_left = scale_b_ptr + first // BLOCK * stride_bn + begin * along_b
         between = (gl.minimum(second, end - 1) // BLOCK - first // BLOCK) * stride_bn
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SUMS)
-        left = zeros
-        right = zeros
+        left = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SUMS)
+        right = left
+        sums = left
         for _ in range(begin, stop):
             slot = step % STAGES
             scale_a = gl.load(at_a)
@@ -102,16 +115,14 @@ def _multiply_blocks(  # type: ignore[no-untyped-def]
             a = a_tiles.index(slot).slice(me * ROWS, ROWS)
             b_tile = b_tiles.index(slot)
             # a block's sums begin at zero
-            sums = hopper.warpgroup_mma(
-                a, b_tile.slice(0, BLOCK_N).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            sums = hopper.warpgroup_mma(a, b_tile.slice(0, BLOCK_N).permute((1, 0)), sums, use_acc=onto, is_async=True)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
             if HALVES == 2:
                 scale_right = gl.load(at_left + between)
                 # waits for nothing: sums that are added before the other half begins leave it their registers
                 left = hopper.warpgroup_mma_wait(0, deps=[left + sums * gl.expand_dims(scale_a * scale_left, 1)])
                 sums = hopper.warpgroup_mma(
-                    a, b_tile.slice(BLOCK_N, BLOCK_N).permute((1, 0)), zeros, use_acc=False, is_async=True
+                    a, b_tile.slice(BLOCK_N, BLOCK_N).permute((1, 0)), sums, use_acc=onto, is_async=True
                 )
                 sums = hopper.warpgroup_mma_wait(0, deps=[sums])
                 hopper.mbarrier.arrive(empty.index(slot), count=1)
@@ -133,13 +144,13 @@ def _multiply_blocks(  # type: ignore[no-untyped-def]
             y = _ended(left, bias_ptr, first, end, stride_bias, 1.0, slope, BIAS, ACTIVATION)
             if FLOATS:
                 # a part of K behind the other
-                _store_floats(c + part.to(gl.int64) * M * end, y, rows, first, M, end)
+                _store_floats(c + (index // tiles).to(gl.int64) * M * end, y, rows, first, M, end)
             else:
                 _store(c, c_tiles.index(me), y, row, first, SUMS)
             if HALVES == 2:
                 y = _ended(right, bias_ptr, second, end, stride_bias, 1.0, slope, BIAS, ACTIVATION)
                 if FLOATS:
-                    _store_floats(c + part.to(gl.int64) * M * end, y, rows, second, M, end)
+                    _store_floats(c + (index // tiles).to(gl.int64) * M * end, y, rows, second, M, end)
                 else:
                     _store(c, c_tiles.index(me), y, row, second, SUMS)
     if not FLOATS:
