@@ -70,7 +70,7 @@ def peers(call: GemmCall) -> dict[str, Work]:
 
 
 def blockwise(call: GemmCall) -> tuple[Work | None, str]:
-    """PyTorch's own GEMM with scales of blocks, in whichever form it takes them, or why there is none."""
+    """PyTorch's own GEMM with scales of blocks, in whichever form it takes them, or why it does not run here."""
     a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
     assert scale_a is not None and scale_b is not None
     across = scale_a.mT.contiguous().mT

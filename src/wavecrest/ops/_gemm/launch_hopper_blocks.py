@@ -92,7 +92,7 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
         _hopper_blocks_kernel,
         (min(tiles_m * tiles_n * split, units),),
         (
-            *_operands(call, y, config), scale_a, scale_b, bias, call.M, call.N, tiles_m, tiles_n,
+            *_tile_arguments(call, y, config), scale_a, scale_b, bias, call.M, call.N, tiles_m, tiles_n,
             _layout.ceil_div(blocks, split), blocks, sam, sak, sbn, sbk, bias_stride, slope,
         ),
         ends | {"FLOATS": y.dtype == torch.float32, "UNIT": sak == sbk == 1},
@@ -100,7 +100,7 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     )  # fmt: skip
 
 
-def _operands(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
+def _tile_arguments(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
     """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result; float32 as it is."""
     n = config["BLOCK_N"]
     rows = call.a.as_strided((call.M, call.K), (_launch.row_stride(call), 1))
