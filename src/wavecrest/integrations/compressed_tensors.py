@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.integrations import _folders
-from wavecrest.integrations._folders import BLOCK, INPUT, SCALE
+from wavecrest.integrations._folders import INPUT, SCALE
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
+from wavecrest.ops.packed.formats import BLOCK
 from wavecrest.quantizer.result import Quantized
 
 METHOD = "compressed-tensors"
