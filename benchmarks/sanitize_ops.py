@@ -55,7 +55,7 @@ UNENDED = -1000
 FIRST_PORT, PORTS = 50000, 16
 MARK = "sanitize result: "
 # backends whose results are stored by the copy engine
-COPIES_RESULTS = ("triton_hopper",)
+COPIES_RESULTS = ("triton_hopper", "triton_hopper_blocks")
 # (M, N, dtype, layout): one program with a ragged row, several rows a program, exact blocks, rows walked in blocks
 CASES = (
     (5, 33, torch.bfloat16, "contiguous"),

@@ -96,10 +96,17 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self._x, self._at + offset)
 
-    def load(self, mask: Tensor, other: float) -> Tensor:
-        memory = self._x.as_strided((self._x.untyped_storage().nbytes() // self._x.itemsize,), (1,), 0)
-        at = torch.where(mask, self._at + self._x.storage_offset(), 0)
-        return torch.where(mask, memory[at], torch.tensor(other, dtype=memory.dtype))
+    def _memory(self) -> Tensor:
+        return self._x.as_strided((self._x.untyped_storage().nbytes() // self._x.itemsize,), (1,), 0)
+
+    def load(self, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+        memory, at = self._memory(), torch.as_tensor(self._at + self._x.storage_offset())
+        if mask is None:
+            return memory[at]
+        return torch.where(mask, memory[torch.where(mask, at, 0)], torch.tensor(other, dtype=memory.dtype))
+
+    def store(self, value: Tensor, mask: Tensor) -> None:
+        self._memory()[(self._at + self._x.storage_offset())[mask]] = value[mask]
 
 
 class Descriptor:
@@ -149,9 +156,11 @@ class _Sums:
 _OURS = threading.local()
 
 
-def _multiply(a: Tile, b: Tile, acc: Any, is_async: bool = False) -> _Sums:
+def _multiply(a: Tile, b: Tile, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Sums:
     assert is_async
     made = acc if isinstance(acc, _Sums) else _Sums(acc)
+    if not use_acc:
+        made = _Sums(torch.zeros_like(made.value))
     _OURS.waiting = [*getattr(_OURS, "waiting", []), lambda: made.add(a, b)]
     return made
 
@@ -216,9 +225,12 @@ class Kernels:
     """The functions of a file of kernels, as this module runs them.
 
     `functions`: what it imports, in PyTorch. `planted`: of its text, what is replaced by what, for tests of tests.
+    `beside`: another file of kernels, whose functions it has.
     """
 
-    def __init__(self, path: Path, planted: Mapping[str, str] | None = None, **functions: Any) -> None:
+    def __init__(
+        self, path: Path, planted: Mapping[str, str] | None = None, *, beside: Path | None = None, **functions: Any
+    ) -> None:
         self._place = SimpleNamespace(program=0, programs=1)
         self._names = self._language() | functions
         text = path.read_text(encoding="utf-8")
@@ -227,7 +239,8 @@ class Kernels:
             if said not in text:
                 raise ValueError(f"{path.name} does not say {said!r}")
             text = text.replace(said, instead)
-        for one, source in ((SHARED, SHARED.read_text(encoding="utf-8")), (path, text)):
+        others = [SHARED] if beside is None else [SHARED, beside]
+        for one, source in (*((other, other.read_text(encoding="utf-8")) for other in others), (path, text)):
             # what is imported is here already
             source = re.sub(r"^(from|import) wavecrest.*\n", "", source, flags=re.MULTILINE)
             tree = ast.fix_missing_locations(_Functional().visit(ast.parse(source)))
@@ -261,7 +274,7 @@ class Kernels:
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout,
-            arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load,
+            arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load, store=Pointer.store,
             expand_dims=Tensor.unsqueeze,
         )  # fmt: skip
         hopper = SimpleNamespace(

@@ -841,12 +841,28 @@ def test_a_peer_gets_a_packed_weight_unpacked() -> None:
 
 def test_an_op_with_several_kernels_shows_each(device: str) -> None:
     op = registry.get("gemm")
-    assert ops._own_backends(op) == ["triton", "triton_stream_k", "triton_gemv", "triton_hopper", "triton_cdna"]
+    assert ops._own_backends(op) == [
+        "triton",
+        "triton_stream_k",
+        "triton_gemv",
+        "triton_hopper",
+        "triton_hopper_blocks",
+        "triton_cdna",
+    ]
     assert ops._own_backends(registry.get("rms_norm")) == []
     call = op.study.inputs(3, 32, 64, torch.float32, device)
     planned = ops._with_peers(("eager",), op, call)
     names = [candidate.timing.name for candidate in ops._candidates(op, call, planned, UNLIMITED, math.inf)]
-    assert names == ["wavecrest", "triton", "triton_stream_k", "triton_gemv", "triton_hopper", "triton_cdna", "eager"]
+    assert names == [
+        "wavecrest",
+        "triton",
+        "triton_stream_k",
+        "triton_gemv",
+        "triton_hopper",
+        "triton_hopper_blocks",
+        "triton_cdna",
+        "eager",
+    ]
     prepared = ops.forced(op, "triton_gemv", call)
     assert torch.allclose(prepared.run(), op.reference(call), atol=1e-4)
     # beside ours, not one of those it is compared with

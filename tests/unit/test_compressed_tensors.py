@@ -166,6 +166,25 @@ def test_activations_are_quantized_as_they_were(tmp_path: Path, fixed: bool) -> 
     assert model.layer(x).dtype == torch.float32 == model.layer.weight.dtype == model.norm.weight.dtype
 
 
+def test_blocks_go_with_activations_in_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts, wanted = fp8((2, 3), 200, 300)
+    inputs = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "group", "group_size": 128}
+    path = folder(tmp_path, parts, scheme(8, "float", inputs), model=Small(200, 300))
+    model = Small(200, 300)
+    found = compressed_tensors.load(model, path)
+    assert found.formats == {"layer": "w8a8-fp8"} and isinstance(model.layer, QuantizedLinear)
+    # values that 8 bits have, with a largest one in each group
+    x = torch.randint(-8, 9, (5, 300)).float() / 8
+    x[:, ::40] = 1.75
+    out = model.layer(x).double() - model.layer.bias.double()
+    assert float(((out - x.double() @ wanted.mT).norm() / out.norm()).detach()) < 1e-3
+    with pytest.raises(Unsupported, match="with activations in groups of 128"):
+        compressed_tensors.load(Small(200, 300), folder(
+            tmp_path, parts, scheme(8, "float", inputs | {"group_size": 64}), model=Small(200, 300)
+        ))  # fmt: skip
+
+
 def test_tied_weights_are_in_the_file_once(tmp_path: Path) -> None:
     class Tied(Small):
         def __init__(self) -> None:

@@ -52,6 +52,26 @@ def test_it_is_the_product_of_the_rounded(format: str, dtype: torch.dtype) -> No
     close(fixed(x), oracle(fixed, x, scale), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_in_blocks_has_activations_in_groups(dtype: torch.dtype) -> None:
+    """With scales of x for 128 columns, those of an outlier alone."""
+    torch.manual_seed(0)
+    weight = torch.randn(200, 320, dtype=dtype).to(DEVICE)
+    layer = QuantizedLinear(pack(weight, "fp8_block"), torch.randn(200, dtype=dtype).to(DEVICE))
+    x = torch.randn(2, 3, 320, dtype=dtype).to(DEVICE)
+    x[1, 1, 130] = 1000
+    groups = [one.double() for one in x.split(128, -1)]
+    scales = [one.abs().amax(-1, keepdim=True) / LARGEST["fp8"] for one in groups]
+    rounded = torch.cat(
+        [(a / s).float().to(torch.float8_e4m3fn).double() * s for a, s in zip(groups, scales, strict=True)], -1
+    )
+    assert isinstance(layer.weight, PackedWeight) and layer.bias is not None
+    close(layer(x), rounded @ layer.weight.dequantize_float32().double().mT + layer.bias.double(), dtype)
+    assert "a scale for 128 columns" in repr(layer) and layer(x[:0]).shape == (0, 3, 200)
+    with pytest.raises(InvalidArgument, match="scales of x for 128 columns"):
+        QuantizedLinear(pack(weight, "fp8_block"), None, None, torch.ones(()))
+
+
 def test_norm_residual_and_activation_are_those_of_linear() -> None:
     torch.manual_seed(0)
     weight = torch.randn(24, 40).to(DEVICE)

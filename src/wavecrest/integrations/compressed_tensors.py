@@ -18,6 +18,7 @@ from wavecrest.integrations import _folders
 from wavecrest.integrations._folders import INPUT, SCALE
 from wavecrest.ops import PackedWeight
 from wavecrest.ops.packed import mxfp4_of_pairs
+from wavecrest.ops.packed.formats import BLOCK
 from wavecrest.quantizer.result import Quantized
 
 METHOD = "compressed-tensors"
@@ -31,8 +32,8 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
     """Load a folder into a model of its architecture: quantized layers as they are stored, all other weights too.
 
     Weights of 8 and 4 bits with a scale a tensor, row or group of 32, 64 or 128 columns, fp8 also with one for
-    128 × 128, and MXFP4; activations as they are, beside weights of 8 bits also in 8 bits with a scale a row worked out
-    at the call, or with a fixed one.
+    128 × 128, and MXFP4; activations as they are, beside weights of 8 bits also in 8 bits with a scale a row (beside
+    128 × 128: for 128 columns) worked out at the call, or with a fixed one.
 
     Args:
         model: not quantized, with the names of the folder's weights, maybe on the meta device.
@@ -121,9 +122,14 @@ def _with_activations(
     same = (inputs.get("num_bits"), inputs.get("type", "int")) == (about.get("num_bits"), about.get("type", "int"))
     if not same or inputs.get("num_bits") != 8 or not inputs.get("symmetric", True):
         raise Unsupported(f"activations of {inputs.get('num_bits')} bits beside these weights, or with zero points")
-    if weight.scale is None or weight.format not in ("int8", "fp8") or weight.scale.shape[1] != 1:
-        raise Unsupported("quantized activations with weights in groups or blocks; those with a scale a row are read")
     strategy, dynamic = inputs.get("strategy") or "tensor", inputs.get("dynamic") is True
+    if weight.format == "fp8_block" and dynamic and (strategy, inputs.get("group_size")) == ("group", BLOCK):
+        return "w8a8-fp8"
+    if weight.scale is None or weight.format not in ("int8", "fp8") or weight.scale.shape[1] != 1:
+        raise Unsupported(
+            "quantized activations with weights in groups or blocks; those with a scale a row are read, and fp8 in "
+            f"blocks of {BLOCK} × {BLOCK} with activations in groups of {BLOCK}"
+        )
     if not (dynamic and strategy == "token") and not (not dynamic and strategy == "tensor"):
         raise Unsupported(f"{'dynamic' if dynamic else 'fixed'} scales of activations by {strategy}")
     if not dynamic and (INPUT not in parts or parts[INPUT].numel() != 1):

@@ -14,6 +14,9 @@ from wavecrest.ops._gemm.call import GATED
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
 
+# the format with a scale for 128 × 128 values
+BLOCKS = "fp8_block"
+
 
 def pack_native(weight: Tensor, format: str, group: int | None = None) -> PackedWeight:
     """`wavecrest.ops.pack` with fp8 in the form that the weight's GPU multiplies with: e4m3fnuz on gfx942.
@@ -31,8 +34,9 @@ def pack_native(weight: Tensor, format: str, group: int | None = None) -> Packed
 class QuantizedLinear(nn.Module):
     """y = act(x̂ @ ŵᵀ + bias) + residual, x̂ and ŵ in 8 bits: x [..., K] is rounded as it comes, to int8 or fp8.
 
-    The scale of x is worked out for each row, or is one number from calibration (`input_scale`). Arguments of a call
-    are those of `wavecrest.nn.Linear`. For inference: there are no gradients.
+    The scale of x is worked out for each row, or for 128 columns of it where the weight has scales of 128 × 128
+    (fp8_block), or is one number from calibration (`input_scale`). Arguments of a call are those of
+    `wavecrest.nn.Linear`. For inference: there are no gradients.
     """
 
     bias: nn.Parameter | None
@@ -48,19 +52,23 @@ class QuantizedLinear(nn.Module):
         """A layer of a packed weight.
 
         Args:
-            weight: [N, K], int8 or fp8 with one scale a row.
+            weight: [N, K], int8 or fp8 with one scale a row, or fp8_block with one for 128 × 128.
             bias: [N]; a parameter is shared.
             activation: as of `wavecrest.ops.linear`.
-            input_scale: float32 [], the scale of x; None: of each row, worked out at the call.
+            input_scale: float32 [], the scale of x; None: of each row, worked out at the call. Not with fp8_block.
 
         Raises:
             InvalidArgument: an argument is outside this.
         """
         super().__init__()
-        if not isinstance(weight, PackedWeight) or weight.format not in ("int8", "fp8"):
+        if not isinstance(weight, PackedWeight) or weight.format not in ("int8", "fp8", BLOCKS):
             found = weight.format if isinstance(weight, PackedWeight) else type(weight).__name__
-            raise InvalidArgument(f"QuantizedLinear: takes a packed weight, int8 or fp8, not {found}")
-        if weight.scale is None or weight.scale.shape[1] != 1:
+            raise InvalidArgument(f"QuantizedLinear: takes a packed weight, int8, fp8 or {BLOCKS}, not {found}")
+        if weight.format == BLOCKS and input_scale is not None:
+            raise InvalidArgument(
+                f"QuantizedLinear: {BLOCKS} goes with scales of x for 128 columns, not with one for all"
+            )
+        if weight.scale is None or (weight.format != BLOCKS and weight.scale.shape[1] != 1):
             raise InvalidArgument(
                 f"QuantizedLinear: takes a weight with one scale a row, not one for {weight.group} columns"
             )
@@ -91,10 +99,10 @@ class QuantizedLinear(nn.Module):
         return self.weight.shape[0] // (2 if self.activation in GATED else 1)
 
     def quantized(self, x: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-        """x, or RMSNorm(x), in 8 bits and its scale: float32 [..., 1], or [] from calibration."""
+        """x, or RMSNorm(x), in 8 bits and its scale: float32 [..., 1], [..., ceil(K / 128)], or [] from calibration."""
         dtype = self._packed().stored.dtype
         scale = self.input_scale
-        granularity = "token" if scale is None else "tensor"
+        granularity = "group" if self._packed().format == BLOCKS else "token" if scale is None else "tensor"
         if norm_weight is not None:
             return rms_norm_quantize(x, norm_weight, norm_eps, dtype, granularity, scale)
         if dtype == torch.int8:
@@ -112,14 +120,15 @@ class QuantizedLinear(nn.Module):
         """x [..., K] to [..., N] in x's dtype."""
         values, scale = self.quantized(x, norm_weight, norm_eps)
         return linear(
-            values, self.weight, self.bias, scale_x=scale if scale.ndim == 0 else scale.reshape(-1, 1),
+            values, self.weight, self.bias, scale_x=scale if scale.ndim == 0 else scale.reshape(-1, scale.shape[-1]),
             residual=residual, activation=self.activation, out_dtype=x.dtype, overwrite_residual=overwrite_residual,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Sizes, activation, and what is in 8 bits."""
         act = f", {self.activation}" if self.activation else ""
-        scale = "a scale a row" if self.input_scale is None else "a scale from calibration"
+        each = "a scale for 128 columns" if self._packed().format == BLOCKS else "a scale a row"
+        scale = each if self.input_scale is None else "a scale from calibration"
         stored = f"{self._packed().format} weight and activations, {scale}"
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}, {stored}"
 

@@ -13,6 +13,7 @@ import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
+import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
@@ -90,6 +91,10 @@ def _refuse_hopper(call: GemmCall) -> str | None:
     return _refuse(call) or _hopper.refusal(call)
 
 
+def _refuse_blocks(call: GemmCall) -> str | None:
+    return _refuse(call) or _blocks.refusal(call)
+
+
 def _refuse_cdna(call: GemmCall) -> str | None:
     return _refuse(call) or (TAILED if call.tail is not None else _cdna.refusal(call))
 
@@ -127,6 +132,15 @@ def _bind_hopper(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]
 def _run_hopper(call: GemmCall, config: Config) -> Tensor:
     """One call; inside torch.compile as one operation of the graph, since a launch makes the descriptors."""
     return _in_graph(call) if torch.compiler.is_compiling() else _bind_hopper(call, config)(call)
+
+
+def _bind_blocks(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
+    return _blocks.bind(call, config, _portable(call))
+
+
+def _run_blocks(call: GemmCall, config: Config) -> Tensor:
+    """As `_run_hopper`."""
+    return _in_graph(call) if torch.compiler.is_compiling() else _bind_blocks(call, config)(call)
 
 
 def _bind_cdna(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
@@ -169,6 +183,15 @@ op.attach_kernel(
     opt_in=_opt_in,
     priority=PRIORITY,
     default_config=lambda _key: _config.hopper(),
+)
+op.attach_kernel(
+    _blocks.NAME,
+    _bind_blocks,
+    run=_run_blocks,
+    refuse=_refuse_blocks,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=partial(default_config, _config.hopper_blocks_of),
 )
 op.attach_kernel(
     "triton_cdna",

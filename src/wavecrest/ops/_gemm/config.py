@@ -192,6 +192,43 @@ def hopper(columns: int = 128, stages: int = 4, group: int = 8, behind: int = 2)
     )
 
 
+def hopper_blocks(
+    groups: int = 2, columns: int = 128, halves: int = 1, stages: int = 0, group: int = 8, split: int = 1
+) -> Config:
+    """For `_hopper_blocks_kernel`: 64 rows of each of `groups` groups of warps, `halves` of `columns` columns of b.
+
+    `stages` of 0: as many as there is shared memory for, beside a result of 16 bits and 1 KiB of barriers; at most 12.
+    """
+    rows = 64 * groups
+    stages = stages or min(12, ((226 << 10) - 2 * rows * columns) // ((rows + halves * columns) * 128))
+    return Config(
+        BLOCK_N=columns, GROUPS=groups, HALVES=halves, GROUP_M=group, STAGES=stages, SPLIT_K=split, num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
+    """The one for a call: as many tiles as there are units where rows are few, else the wider of two even covers."""
+    units, steps = _units(arch), _layout.ceil_div(shape.K, 128)
+    groups = 1 if 0 < shape.rows <= 64 else 2
+    halves = 2 if shape.gated else 1
+    if 0 < shape.rows <= 128:
+        columns = 128
+        while columns > 32 and _tiles(shape, 64 * groups, columns) * 2 <= units:
+            columns //= 2
+        split = 1
+        while _tiles(shape, 64 * groups, columns) * split * 2 <= units and steps >= 8 * split:
+            split *= 2
+        return hopper_blocks(groups, columns, halves, split=split)
+    if not shape.gated:
+        # the part of the units' time that tiles fill, of 128 and of 256 columns
+        narrow, wide = (
+            tiles / _layout.ceil_div(tiles, units) for tiles in (_tiles(shape, 128, 128), _tiles(shape, 128, 256))
+        )
+        halves = 2 if shape.rows == 0 or 1.1 * wide >= narrow else 1
+    return hopper_blocks(halves=halves)
+
+
 def cdna(matrix: int = 32, group: int = 8) -> Config:
     """For `_cdna_kernel`: tiles of 256 × 256; `matrix`: rows of a matrix instruction."""
     return Config(BLOCK_K=64, GROUP_M=group, MATRIX=matrix, num_warps=8, num_stages=1, waves_per_eu=0)

@@ -28,23 +28,22 @@ def refusal(in_graphs: bool = False) -> str | None:
     return None
 
 
-def aligned(op: str, addresses: int) -> bool:
+def aligned(op: str, addresses: int, backend: str = "triton_hopper") -> bool:
     """True if tensors begin at multiples of 16 bytes, as descriptors do and no key says; else there is a warning.
 
     `addresses`: of all of them, or-ed.
     """
     if addresses % 16 == 0:
         return True
-    replaced(op, "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does")
+    reason = "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does"
+    replaced(op, reason, backend)
     return False
 
 
 @functools.cache
-def replaced(op: str, reason: str) -> None:
+def replaced(op: str, reason: str, backend: str = "triton_hopper") -> None:
     """Warn that an op's portable kernel runs a call in place of the chosen one; once of each reason."""
-    warnings.warn(
-        f"{op}: its portable kernel runs in place of triton_hopper, which {reason}", PortableKernel, stacklevel=2
-    )
+    warnings.warn(f"{op}: its portable kernel runs in place of {backend}, which {reason}", PortableKernel, stacklevel=2)
 
 
 @gluon.jit

@@ -201,7 +201,8 @@ def tile_descriptor(x: Any, block: list[int]) -> Any:
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: Any) -> Any:
     """The layout of a tile in shared memory; finding it takes more than half of the time to make a descriptor."""
-    element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(dtype)])
+    names = {"torch.float16": "float16", "torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "float8e4nv"}
+    element = getattr(gl, names[str(dtype)])
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 

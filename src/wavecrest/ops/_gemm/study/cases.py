@@ -15,6 +15,7 @@ import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
+import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
 import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
@@ -133,6 +134,7 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         }
         for name, what in own.items():
             cases[name] = _hopper.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.hopper(), arch)
+        cases |= _block_cases(f8, arch)
     if arch.name == _cdna.ARCH and config is None:
         own = {
             "cdna bf16": _empty(4096, 6144, 4096, bf16),
@@ -142,6 +144,36 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         }
         for name, what in own.items():
             cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.cdna(), arch)
+    return cases
+
+
+def _blocked(M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> GemmCall:
+    """8-bit floats, with scales by block as a layer has them."""
+    scale_b = _scale(math.ceil(N / SCALE_BLOCK), math.ceil(K / SCALE_BLOCK)).mT
+    return _empty(M, N, K, dtype, scale_a=_scale(M, math.ceil(K / SCALE_BLOCK)), scale_b=scale_b, **more)
+
+
+def _block_cases(f8: torch.dtype, arch: Arch) -> dict[str, _launcher.Launch]:
+    """`triton_hopper_blocks`: both widths, gate and up, and parts of K."""
+    bias = torch.empty(6144, dtype=torch.float16, device="meta")
+    own: dict[str, GemmCall] = {
+        "hopper blocks": _blocked(4096, 6144, 4096, f8),
+        "hopper blocks narrow bias gelu fp16": _blocked(
+            4096, 6144, 4096, f8, bias=bias, activation="gelu", out_dtype=torch.float16
+        ),
+        "hopper blocks silu_and_mul": _blocked(4096, 28672, 4096, f8, activation="silu_and_mul"),
+        "hopper blocks rows=16": _blocked(16, 4096, 4096, f8),
+        "hopper blocks rows=128 parts": _blocked(128, 2048, 7168, f8),
+    }
+    cases = {}
+    for name, what in own.items():
+        chosen = _config.hopper_blocks_of(shape_of(key_of(what)), arch)
+        if "narrow" in name:
+            chosen = _config.hopper_blocks()
+        parts = _blocks.parts(what, chosen)
+        y = what.a.new_empty(what.shape, dtype=what.dtype)
+        sums = y if parts is None else y.new_empty(parts, dtype=torch.float32)
+        cases[name] = _blocks.launches(what, y, sums, chosen, arch)[0]
     return cases
 
 
@@ -184,6 +216,11 @@ def emulate_cases(arch: str) -> Cases:
         more["gated, whole rows"] = lambda: GemmCall(
             _random(200, 520), _random(272, 520).mT, activation="silu_and_mul", alpha=0.05
         )
+        # and that of block scales
+        more["blocks"] = lambda: GemmCall(
+            _random(200, 400, dtype=torch.float8_e4m3fn), _random(264, 400, dtype=torch.float8_e4m3fn).mT,
+            scale_a=torch.rand(200, 4), scale_b=torch.rand(4, 3),
+        )  # fmt: skip
     if arch == _cdna.ARCH:
         # its own kernel, for more rows and columns than the other cases have; tiles that share rows or columns
         for dtype, (M, N, K) in ((torch.bfloat16, (300, 259, 392)), (torch.float16, (256, 520, 256))):
@@ -312,6 +349,9 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
     kinds = zip("ab", str(parts["scales"]).split(), strict=True)
     scales = [shapes.get(kind) for kind in kinds]
     scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
+    if scale_b is not None and scales[1] == shapes["b", "block"]:
+        # as a weight has them, along its K
+        scale_b = scale_b.mT.contiguous().mT
     if form == "mxfp4":
         scale_b = torch.randint(120, 126, shapes["b", "group"], dtype=torch.uint8, device=device)
     wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16

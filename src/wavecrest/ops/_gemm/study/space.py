@@ -17,14 +17,15 @@ import torch
 import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_hopper as _hopper
+import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned import spaces as _spaces
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, hopper, in_one_loop
+from wavecrest.ops._gemm.call import SCALE_BLOCK, GemmCall
+from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, hopper, hopper_blocks, hopper_blocks_of, in_one_loop
 from wavecrest.ops._gemm.key import shape_of
 
 # registers a lane that sums may take; there are 256 (512 on AMD CDNA, where twice as many threads share a tile)
@@ -37,6 +38,8 @@ MOST_SPLITS = 16
 BESIDE_TILES = 256
 # and `_hopper_gemm_kernel`: barriers, and what Triton hands from group to group
 BESIDE_HOPPER_TILES = 1024
+# rows up to which `triton_hopper_blocks` is limited by reading b
+FEW_BLOCK_ROWS = 128
 # architectures whose matrix unit reads tiles of 64 rows from shared memory, and that load through tensor descriptors
 WIDE_UNIT = ("sm_90", "sm_100")
 
@@ -343,6 +346,38 @@ def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     if math.prod(call.shape) == 0:
         return []
     return [_hopper.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
+
+
+def blocks_space(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of `triton_hopper_blocks` worth trying for a key, the default first."""
+    shape = shape_of(key)
+    few = 0 < shape.rows <= FEW_BLOCK_ROWS
+    rows = _spaces.rows("gemm")["hopper_blocks"]["few" if few else "gated" if shape.gated else "more"]
+    seen: set[Config] = set()
+    for config in (hopper_blocks_of(shape, arch), *(hopper_blocks(*row) for row in rows)):
+        if few and config["SPLIT_K"] > max(1, _layout.ceil_div(shape.K, SCALE_BLOCK) // 2):
+            continue
+        # gate and up are the two halves of a tile
+        made = Config(**(config.kwargs | {"HALVES": 2})) if shape.gated else config
+        if made not in seen and blocks_shared_bytes(made) <= arch.lds_kib << 10:
+            seen.add(made)
+            yield made
+
+
+def blocks_shared_bytes(config: Config) -> int:
+    """Shared memory of a program of `triton_hopper_blocks`: tiles of each stage, and of a result of 16 bits."""
+    m, n = 64 * config["GROUPS"], config["BLOCK_N"]
+    result = 2 * m * n if config["SPLIT_K"] == 1 else 0
+    return config["STAGES"] * (m + config["HALVES"] * n) * SCALE_BLOCK + result + BESIDE_HOPPER_TILES
+
+
+def blocks_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launches of a call on `triton_hopper_blocks`; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
+        return []
+    y = torch.empty(call.shape, dtype=call.dtype, device="meta")
+    parts = _blocks.parts(call, config)
+    return _blocks.launches(call, y, y if parts is None else y.new_empty(parts, dtype=torch.float32), config, arch)
 
 
 def cdna_space(_key: Key, _arch: Arch) -> Iterator[Config]:

@@ -181,6 +181,20 @@ def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) ->
     return tuple(replace(one, warps=_HOPPER_WARPS, registers=0.0) for one in tiled(shape, part, Config(**like), arch))
 
 
+def hopper_blocks(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_hopper_blocks_kernel`: as persistent tiles, and `_sum_kernel` where K is split."""
+    if arch.name != "sm_90":
+        return ()
+    split = config["SPLIT_K"]
+    like = {
+        "BLOCK_M": 64 * config["GROUPS"], "BLOCK_N": config["BLOCK_N"] * (1 if shape.gated else config["HALVES"]),
+        "BLOCK_K": 128, "GROUP_M": config["GROUP_M"], "SPLIT_K": split, "PERSISTENT": int(split == 1), "TMA": 1,
+        "num_warps": 4 * config["GROUPS"], "num_stages": config["STAGES"],
+    }  # fmt: skip
+    first, *second = tiled(shape, part, Config(**like), arch)
+    return replace(first, warps=4 + 4 * config["GROUPS"], registers=0.0), *second
+
+
 def cdna(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
     """`_cdna_kernel`: as tiles of `_tile_kernel` whose loads do not go through registers."""
     if arch.name != _cdna.ARCH or shape.rows < _cdna.TILE or shape.columns < _cdna.TILE:
@@ -195,6 +209,7 @@ _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[
     "triton_stream_k": streamed,
     "triton_gemv": gemv,
     "triton_hopper": hopper,
+    "triton_hopper_blocks": hopper_blocks,
     "triton_cdna": cdna,
 }
 
