@@ -54,6 +54,14 @@ def test_what_is_cheap_and_promising_comes_first(run: Run) -> None:
     assert first.predicted == pytest.approx(2.08, abs=0.01)
 
 
+def test_compilation_is_charged_with_what_it_makes_dearer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever compiles first compiles again for each step behind it, and in the processes of the proof."""
+    shape = simulated.SHAPES["encoder"]
+    monkeypatch.setitem(simulated.SHAPES, "encoder", simulated.Shape(shape.parts, 30.0, 10.0, shape.steps))
+    order = tried(climb(run, "encoder", 90.0))
+    assert order[:3] == ["replace_norm", "capture", "compile:default"]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_keeps_to_its_budget_or_says_what_it_needs(run: Run, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilations of 5 to 40 s, later ones of a fifth to three fifths of that, budgets of 40 to 400 s."""

@@ -68,6 +68,8 @@ class Candidate:
         cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
         why: it is tried now.
         unseen: seconds that looking for its sites would take; 0 where it has looked.
+        burden: seconds that the trials behind it and the proof take longer once it is kept: compiled code is compiled
+            again by each of them. An 8 B Llama compiled before its surgery ended 120 s late (H200, 2026-11-26).
     """
 
     step: Step
@@ -81,6 +83,7 @@ class Candidate:
     cause: Cause | None = None
     why: str = ""
     unseen: float = 0.0
+    burden: float = 0.0
 
     @property
     def is_able(self) -> bool:
@@ -99,6 +102,11 @@ class Candidate:
     def gain(self) -> float:
         """The logarithm of the expected speed-up: gains of several steps add up."""
         return math.log(self.ratio)
+
+    @property
+    def rate(self) -> float:
+        """Gain a second of all that it costs."""
+        return self.gain / (self.seconds + self.burden)
 
     @property
     def tier(self) -> int:
@@ -392,6 +400,16 @@ class Planner:
         cures = cause.kind in one.step.cures and not one.step.searches and not rival
         return not cured and one.attempt == 1 and cures
 
+    def _burden(self, candidates: Sequence[Candidate]) -> None:
+        """Charge the first compilation that is kept with what it makes the others and the proof take longer."""
+        costs = self.run.costs
+        for one in candidates:
+            if one.step.phase != "compile" or self._compiled or one.step.searches:
+                continue
+            others = [other for other in candidates if other.kind == "plain"]
+            longer = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
+            one.burden = longer + max(0.0, one.reserve - self._reserve(None))
+
     def _choose(self, able: Sequence[Candidate]) -> Candidate | None:
         """The candidate that gains most a second among those of the lowest tier that are worth their time together."""
         left = self.run.seconds_left
@@ -405,8 +423,9 @@ class Planner:
             return None
         tier = min(one.tier for one in ready)
         same = [one for one in ready if one.tier == tier]
-        reserve = max(one.reserve for one in same)
-        items = [(one.gain, one.seconds) for one in same]
+        self._burden(same)
+        reserve = min(one.reserve for one in same)
+        items = [(one.gain, one.seconds + one.burden) for one in same]
         together, greedy = best_together(items, left - reserve), densest_together(items, left - reserve)
         is_better = sum(items[i][0] for i in together) > BETTER * sum(items[i][0] for i in greedy)
         worth = [same[index] for index in (together if is_better else greedy)] or same
@@ -415,7 +434,7 @@ class Planner:
             proofs = {one.step.id: self._proof(one.step, 0.0) for one in same}
             chosen = max(same, key=lambda one: one.gain / (one.seconds + proofs[one.step.id]))
         else:
-            chosen = max(worth, key=lambda one: one.gain / one.seconds)
+            chosen = max(worth, key=lambda one: one.rate)
         chosen.why = _why(chosen, len(able))
         return chosen
 
