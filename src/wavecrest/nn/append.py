@@ -1,8 +1,8 @@
-"""Rotation and cache update of a decode step, held back until attention, where `flash_decoding` does both in one launch.
+"""Rotation and cache update of a decode step, held back until attention: `flash_decoding` does both in one launch.
 
 A model's attention rotates q and k, gives k and v to its cache, and calls attention with what that returns. Here each
-of the three gets a stand-in for the next (`append_forward`): nothing is computed before `attend` has all of it. Whatever
-else a model does with a stand-in is an error.
+step of this gives a stand-in to the next (`append_forward`), and nothing is computed before `attend` has all of it.
+Whatever else a model does with a stand-in is an error.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # the part of their time that is left, by guess: of a rotation and two copies in a layer one launch stays
 LEFT = 1 / 3
-# the copies into the cache, as an op or a kernel of Inductor's, and as PyTorch's kernel in a graph; wavecrest's rotation
+# copies into the cache, as an op or a kernel of Inductor's, and as PyTorch's kernel in a graph; wavecrest's rotation
 COPIES, ROTATION = re.compile("index_copy|index_elementwise_kernel"), re.compile("^_rope_kernel$")
 
 
