@@ -1161,7 +1161,7 @@ def test_keys_of_calls_that_append(device: str) -> None:
 
 @pytest.mark.parametrize("access", ["columns", "columns append", "columns starts append neox:bfloat16"])
 def test_a_call_with_a_key_of_one_that_appends(access: str) -> None:
-    """So that a file of shapes, and calls that had no row, can be tuned."""
+    """A file of shapes, and calls that had no row, can then be tuned."""
     from wavecrest.bench import sizes
 
     op = ops.get("flash_decoding")

@@ -79,7 +79,7 @@ class Throughput:
         same_ids: whether the three give the same token ids.
         kv_cache: format of the cache of all three, or None.
         cache: that format with its quality on the prompts, where a limit was given; or None.
-        unquantized: the original without that format; None where there is none.
+        unquantized: the original without that format; None without a format, or where it cannot be.
     """
 
     batch: int

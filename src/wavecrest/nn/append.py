@@ -94,18 +94,19 @@ class Appended(_Held):
         length.add_(count)
         if self._checks:
             torch._assert_async(length <= layer.max_cache_len, "more tokens than the key-value cache has room for")
-        q, new, tables = query.x, k.x, {}
+        q, new = query.x, k.x
+        cos: Tensor | None = None
+        sin: Tensor | None = None
         if count == 1 and k.cos.shape[0] == 1 and k.style == "neox":
             half = k.cos.shape[-1] // 2
             # the token's own angles at every place: it reads one row, that of its place
             cos, sin = (one[0, :, :half].expand(layer.max_cache_len, half) for one in (k.cos, k.sin))
-            tables = {"cos": cos, "sin": sin}
         else:
             # tables have a row a place, for all sequences alike
             q, new = rotate_qk(q, new, k.cos, k.sin, style=k.style)
         return FlashDecodingCall(
             q.transpose(1, 2), layer.keys.transpose(1, 2), layer.values.transpose(1, 2), ends,
-            k=new.transpose(1, 2), v=self.v.transpose(1, 2), append_lens=_ends(length, batch), **tables,
+            k=new.transpose(1, 2), v=self.v.transpose(1, 2), cos=cos, sin=sin, append_lens=_ends(length, batch),
         )  # fmt: skip
 
     def plain(self, query: Unrotated) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,7 +74,7 @@ def appending(
 
 
 def _refusal(
-    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any], cache: Any, static: type, static_layer: type
+    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any], cache: Any, static: Any, static_layer: Any
 ) -> str:
     """Why a step runs as before; "" where it is taken over."""
     if len(args) > 1 or given.get(ANGLES) is None:

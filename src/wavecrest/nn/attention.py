@@ -240,9 +240,9 @@ def attend(
         reason = "a mask that flash_decoding does not take"
         if attention_mask is not None and is_lengths(attention_mask):
             reason = _undecoded(query.x, key.v, dropout, position_bias)
-        if not reason:
-            call = key.call(query, _lengths(attention_mask)[0])
-            return _decoded(module, call, attention_mask, scaling, float(softcap or 0.0), s_aux), None
+            if not reason:
+                step = key.call(query, _lengths(attention_mask)[0])
+                return _decoded(module, step, attention_mask, scaling, float(softcap or 0.0), s_aux), None
         warn_fallback(reason, "rotates and appends in launches of their own")
         query, key, value = key.plain(query)
     assert isinstance(query, Tensor) and not isinstance(value, Appended)
