@@ -127,7 +127,8 @@ def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ..
         q if call.v is None else call.v,
         call.k_cache,
         call.v_cache,
-        call.new_lens,
+        # not by its property: one Python call less in each call
+        call.seq_lens if call.append_lens is None else call.append_lens,
         q if call.block_table is None else call.block_table,
         q if call.cos is None else call.cos,
         q if call.sin is None else call.sin,
