@@ -848,10 +848,13 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
 
 
 def appending(
-    rotary: str = "", rotated: int = 0, table: torch.dtype = F32, new: bool = True, **options: Any
-) -> FlashDecodingCall:
-    """A call with new keys and values, whose caches hold `beyond` at their places too."""
+    rotary: str = "", rotated: int = 0, table: torch.dtype = F32, new: bool = True, ends: list[int] | None = None,
+    **options: Any,
+) -> FlashDecodingCall:  # fmt: skip
+    """A call with new keys and values, whose caches hold `beyond` at their places too; `ends`: append_lens."""
     call = case(**options)
+    if ends is not None:
+        call = call._replace(append_lens=torch.tensor(ends, dtype=torch.int32, device=call.q.device))
     generator = torch.Generator().manual_seed(7)
     device = str(call.q.device)
     if new:
@@ -875,7 +878,7 @@ def appending(
 def places(call: FlashDecodingCall) -> list[tuple[int, int, int, int]]:
     """(sequence, token, page, place in it) of each new token that has one."""
     found = []
-    for b, length in enumerate(call.seq_lens.tolist()):
+    for b, length in enumerate(call.new_lens.tolist()):
         for t in range(call.seqlen_q):
             place = length - call.seqlen_q + t
             if place >= 0:
@@ -890,7 +893,7 @@ def turned(call: FlashDecodingCall, x: Tensor) -> Tensor:
     if call.cos is None or call.sin is None:
         return y
     half = call.cos.shape[1]
-    for b, length in enumerate(call.seq_lens.tolist()):
+    for b, length in enumerate(call.new_lens.tolist()):
         for t in range(call.seqlen_q):
             place = length - call.seqlen_q + t
             for i in range(half):
@@ -1004,6 +1007,10 @@ APPENDS: dict[str, dict[str, Any]] = {
         "rotary": "neox", "rotated": 20, "dtype": BF16,
     },
     "int4 few columns": {"lens": [40, 50], "cache": I4, "groups": 1, "d": 2, "dv": 6, "rotary": "gptj"},
+    # before, behind and beyond the keys that are seen
+    "other places": {
+        "lens": [90, 40, 9], "ends": [60, 41, 64], "tokens": 2, "page": 32, "keys": 96, "rotary": "neox", "dtype": BF16,
+    },
     "everything": {
         "lens": [127, 60], "starts": [33, 58], "tokens": 3, "heads": 6, "kv_heads": 3, "d": 24, "dv": 40, "page": 32,
         "window": 70, "softcap": 5.0, "alibi_slopes": True, "sinks": True, "return_lse": True, "rotary": "neox",
@@ -1148,6 +1155,19 @@ def test_keys_of_calls_that_append(device: str) -> None:
     assert key_of(call._replace(seq_starts=None))[16] == "columns append gptj:float16"
     assert key_of(plain)[16] == "columns"
     assert shape_of(key_of(call._replace(seq_starts=None))) == shape_of(key_of(plain))
+    # where new tokens go chooses nothing
+    assert key_of(call._replace(append_lens=call.seq_lens - 1)) == key_of(call)
+
+
+@pytest.mark.parametrize("access", ["columns", "columns append", "columns starts append neox:bfloat16"])
+def test_a_call_with_a_key_of_one_that_appends(access: str) -> None:
+    """A file of shapes, and calls that had no row, can then be tuned."""
+    from wavecrest.bench import sizes
+
+    op = ops.get("flash_decoding")
+    call = sizes.call(op, (1, 32, 2176, 128), "bfloat16", "meta", {"access": access})
+    assert (call.k is not None, call.cos is not None) == ("append" in access, "neox" in access)
+    assert call.cos is None or call.cos.dtype == BF16
 
 
 # each backend and each kind of cache: all pairs take three times as long, nearly all of it a C++ compiler's
@@ -1291,6 +1311,8 @@ def _new(**change: Any) -> dict[str, Any]:
 
 
 BAD |= {
+    "places of nothing": ("pass these too", {"append_lens": torch.tensor([40, 50], dtype=torch.int32)}),
+    "places of one": (r"append_lens must be int32 \[2\]", _new(append_lens=torch.tensor([40], dtype=torch.int32))),
     "k alone": ("k and v are written together", _new(v=None)),
     "k shape": (r"k must be torch.float32 \[2, 1, 2, 32\]", _new(k=torch.zeros(2, 2, 2, 32))),
     "v dtype": (r"v must be torch.float32 \[2, 1, 2, 32\]", _new(v=torch.zeros(2, 1, 2, 32, dtype=F16))),

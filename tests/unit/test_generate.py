@@ -155,8 +155,10 @@ def test_source_of_a_generation_is_its_file() -> None:
         (IDS.float(), {"max_new_tokens": 4}, "int64"),
         ({"input_ids": IDS, "attention_mask": IDS * 0}, {"max_new_tokens": 4}, "without padding"),
         ({"pixel_values": IDS}, {"max_new_tokens": 4}, "not pixel_values"),
+        (IDS, {"max_new_tokens": 4, "kv_quality": "1%"}, "nothing else is quantized"),
+        (IDS, {"max_new_tokens": 4, "kv_cache": ["fp8", "int8"]}, "which tells them apart"),
     ],
-    ids=["no count", "one", "beams", "sampling", "floats", "padding", "images"],
+    ids=["no count", "one", "beams", "sampling", "floats", "padding", "images", "no cache", "no limit"],
 )
 def test_what_it_does_not_take(model: nn.Module, inputs: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(WorkloadError, match=text):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wavecrest.dispatch import registry
 from wavecrest.errors import CheckpointError, InvalidArgument, QualityNotMet, Unsupported, WorkloadError
+from wavecrest.measure.timing import Interval, Paired
 from wavecrest.nn import attention as ours
 from wavecrest.nn import kv_store
 from wavecrest.nn.kv_store import FORMATS, KVStore
@@ -575,6 +576,34 @@ def test_generation_as_a_workload(name: str, small_pages: None) -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(Unsupported, match="use_attention"):
         generate.of(model, tokens, {"max_new_tokens": 8, "kv_cache": "int4"})
+
+
+def test_a_generations_cache_is_the_first_within_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, tokens = made("llama", 1), ids(2, 20)
+    options = {"max_new_tokens": 4, "kv_cache": ["int4", "fp8", "int8"]}
+    taken = {}
+    for limit in ("20%", "0.5%", {"kl": 2e-4}):
+        workload = generate.of(model, tokens, options | {"kv_quality": limit})
+        assert workload.cache is not None and workload.cache.format == workload.options["kv_cache"]
+        assert workload.cache.quality is not None and workload.cache.quality.kl > 0
+        taken[str(limit)] = workload.buckets["decode"].kwargs["cache"].format
+    assert list(taken.values()) == ["int4", "fp8", "int8"]
+    with pytest.raises(QualityNotMet, match=r"no key-value cache within kv_quality 1e-09: int4: .* fp8: .* int8: "):
+        generate.of(model, tokens, options | {"kv_quality": 1e-9})
+    # times that are known, and ids beside those of transformers' own cache
+    monkeypatch.setattr(
+        generate.timing, "measure_pair",
+        lambda base, new, **_: (base(), new(), Paired((30.0,), (10.0,), 3.0, Interval(2.5, 3.5), "host wall"))[-1],
+    )  # fmt: skip
+    found = workload.throughput(workload.model)
+    one, plain = found.unquantized, generate.of(model, tokens, {"max_new_tokens": 4})
+    assert one is not None and (found.kv_cache, one.ratio, one.low) == ("int8", 3.0, 2.5)
+    assert one.same_ids == float((plain.generate()[:, 20:] == workload.generate()[:, 20:]).float().mean())
+    text = "\n".join(found.lines())
+    assert "key-value cache in int8, 10,240 → 2,880 bytes, on the prompts: kl " in text
+    assert "optimized, with int8, 3.00× [2.50, 3.50] of it" in text
+    assert json.loads(generate.write(found, tmp_path).read_text())["cache"]["format"] == "int8"
+    assert plain.throughput(plain.model).unquantized is None
 
 
 def test_the_gate_compares_the_bits_of_a_cache() -> None:

@@ -6,23 +6,27 @@ Both calls share one static key-value cache, so that a step can be compiled and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from wavecrest.errors import MissingDependency, WorkloadError
+from wavecrest.errors import MissingDependency, QualityNotMet, WorkloadError
 from wavecrest.measure import timing, workload
 from wavecrest.measure.workload import Inputs, Quality, Workload, begin_step
 
-__all__ = ["Generation", "Step", "Throughput", "load", "of"]
+if TYPE_CHECKING:
+    from wavecrest.quantizer.report import CacheRow
+
+__all__ = ["Generation", "Step", "Throughput", "Unquantized", "load", "of"]
 
 PROMPT, DECODE = "prompt", "decode"
-# options of `generate` that have a meaning here: greedy, with a static cache; and one of this workload
-OPTIONS = ("max_new_tokens", "do_sample", "eos_token_id", "pad_token_id", "cache_implementation", "kv_cache")
+# options of `generate` that have a meaning here: greedy, with a static cache; and those of this workload
+OWN_OPTIONS = ("kv_cache", "kv_quality")
+OPTIONS = ("max_new_tokens", "do_sample", "eos_token_id", "pad_token_id", "cache_implementation", *OWN_OPTIONS)
 
 
 class Step(nn.Module):
@@ -46,6 +50,23 @@ class Step(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class Unquantized:
+    """The same generation by the original with transformers' own static cache, beside the optimized one.
+
+    Attributes:
+        tokens: tokens a second.
+        ratio, low, high: of the optimized model with the quantized cache over it, with the 95 % interval.
+        same_ids: share of new token ids that are the same.
+    """
+
+    tokens: float
+    ratio: float
+    low: float
+    high: float
+    same_ids: float
+
+
+@dataclass(frozen=True, slots=True)
 class Throughput:
     """Greedy generation end to end, prompt and new tokens together: tokens a second, new ones alone counted.
 
@@ -56,6 +77,9 @@ class Throughput:
         library: transformers' own `generate()` of the original with the options as given.
         library_ratio, library_low, library_high: optimized over that.
         same_ids: whether the three give the same token ids.
+        kv_cache: format of the cache of all three, or None.
+        cache: that format with its quality on the prompts, where a limit was given; or None.
+        unquantized: the original without that format; None without a format, or where it cannot be.
     """
 
     batch: int
@@ -71,17 +95,34 @@ class Throughput:
     library_low: float
     library_high: float
     same_ids: bool
+    kv_cache: str | None = None
+    cache: CacheRow | None = None
+    unquantized: Unquantized | None = None
 
     def lines(self) -> list[str]:
         """The result as lines of text."""
         what = f"batch {self.batch}, prompt {self.prompt}, {self.new} new tokens"
         ratio = f"{self.ratio:.2f}× [{self.low:.2f}, {self.high:.2f}]"
         own = f"{self.library_ratio:.2f}× [{self.library_low:.2f}, {self.library_high:.2f}]"
-        return [
+        lines = [
             f"generate ({what}, end to end, one process): {self.original:.1f} → {self.optimized:.1f} tokens/s, {ratio}",
             f"transformers' generate(): {self.library:.1f} tokens/s, the optimized model {own} of it",
             f"greedy token ids: {'the same' if self.same_ids else 'NOT the same'}",
         ]
+        if self.cache is not None and (judged := self.cache.quality) is not None:
+            values = {name: value for name, value in judged.values().items() if value is not None}
+            limits = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            lines.append(
+                f"key-value cache in {self.kv_cache}, {self.cache.bytes_before:,} → {self.cache.bytes_after:,} bytes, "
+                f"on the prompts: {limits}"
+            )
+        if (one := self.unquantized) is not None:
+            lines.append(
+                f"with a cache in the model's dtype the original makes {one.tokens:.1f} tokens/s: optimized, with "
+                f"{self.kv_cache}, {one.ratio:.2f}× [{one.low:.2f}, {one.high:.2f}] of it, {one.same_ids:.1%} of the "
+                "token ids the same"
+            )
+        return lines
 
 
 @dataclass(slots=True)
@@ -89,11 +130,13 @@ class Generation(Workload):
     """A workload of two buckets, "prompt" and "decode", and the loop around them; made by `of`.
 
     Attributes:
-        options: of `generate`, as given, and "kv_cache".
+        options: of `generate`, as given, and "kv_cache": the format that was taken.
+        cache: that format with its quality, where "kv_quality" was given.
         keys: what the prompt leaves in each layer's memory, which the decode bucket starts from.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    cache: CacheRow | None = None
     keys: list[list[Tensor]] = field(default_factory=list)
 
     @property
@@ -141,7 +184,8 @@ class Generation(Workload):
             # it has no name for such a cache, and takes one that was made
             options.pop("cache_implementation", None)
             options[self.step.cache] = _cache(inner, self.tokens, options)
-        options.pop("kv_cache", None)
+        for name in OWN_OPTIONS:
+            options.pop(name, None)
         with torch.no_grad():
             found: Tensor = inner.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **options)
         return found
@@ -151,7 +195,7 @@ class Generation(Workload):
 
         Args:
             optimized: what a plan or a run has made of `step`.
-            seconds: for each of the two pairs; slow models take longer.
+            seconds: for each of the two pairs, or three with a quantized cache; slow models take longer.
         """
         want, got, own = self.generate(), self.generate(optimized), self.by_library()
         new = want.shape[1] - self.tokens.shape[1]
@@ -164,7 +208,28 @@ class Generation(Workload):
             optimized=count / pair.new_ms * 1e3, ratio=pair.ratio, low=pair.ci.low, high=pair.ci.high,
             library=count / other.base_ms * 1e3, library_ratio=other.ratio, library_low=other.ci.low,
             library_high=other.ci.high, same_ids=torch.equal(want, got) and torch.equal(want, own),
+            kv_cache=self.options.get("kv_cache"), cache=self.cache,
+            unquantized=self._unquantized(optimized, got, seconds),
         )  # fmt: skip
+
+    def _unquantized(self, optimized: nn.Module, got: Tensor, seconds: float) -> Unquantized | None:
+        """The original with transformers' cache beside the optimized model, which makes `got`."""
+        if self.options.get("kv_cache") is None:
+            return None
+        options = {name: value for name, value in self.options.items() if name not in OWN_OPTIONS}
+        try:
+            plain = of(self.step.inner, self.tokens, options)
+        except WorkloadError:
+            # a window, which transformers' cache counts in Python
+            return None
+        want, first = plain.generate(), self.tokens.shape[1]
+        pair = timing.measure_pair(
+            plain.generate, lambda: self.generate(optimized), device=self.device, seconds=seconds
+        )
+        count = want.shape[0] * (want.shape[1] - first)
+        new = [one[:, first:] for one in (want, got)]
+        same = float((new[0] == new[1]).float().mean()) if new[0].shape == new[1].shape else 0.0
+        return Unquantized(count / pair.base_ms * 1e3, pair.ratio, pair.ci.low, pair.ci.high, same)
 
     def _rewind(self, bucket: str) -> None:
         """Before a call: the cache empty, or as the prompt left it; zeros in the room behind, so that writes show."""
@@ -206,10 +271,14 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
         inputs: token ids int64 [B, S], or a dict of "input_ids" and perhaps an "attention_mask" that hides nothing.
         options: of `generate`: "max_new_tokens", and perhaps "do_sample" (False), "eos_token_id", "pad_token_id",
             "cache_implementation" ("static"), and "kv_cache": "fp8", "int8" or "int4", for the original and all that is
-            made of it, whose attention is "wavecrest" then.
+            made of it, whose attention is "wavecrest" then. With "kv_quality" ("0.5%", or limits by name, as
+            `wavecrest.quantize` takes them) "kv_cache" may be several formats in order of preference: the first is
+            taken with which the model's answers to the prompts are within it.
 
     Raises:
         MissingDependency: transformers is not installed.
+        InvalidArgument: a format or "kv_quality" is unknown.
+        QualityNotMet: no cache of "kv_cache" is within "kv_quality".
         Unsupported: "kv_cache" is given, and the model's attention does not read such a cache.
         WorkloadError: the model has no cache that a captured step can use, transformers is older than 5.4, or inputs
             or options are other ones.
@@ -226,6 +295,7 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
         raise WorkloadError(reason)
     _check(options)
     tokens = _tokens(inputs)
+    options, row = _within(model, tokens, options)
     cache = _cache(model, tokens, options)
     left = {type(layer).__name__ for layer in cache.layers if not _counts_on_device(layer)}
     if left:
@@ -240,6 +310,7 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
         first = step(**prompt).argmax(-1)[:, None]
     buckets = {PROMPT: Inputs((), prompt), DECODE: Inputs((), {**prompt, "input_ids": first, "begins": False})}
     made = Generation(step, buckets, name=type(model).__name__, options={"do_sample": False, **options})
+    made.cache = row
     length = tokens.shape[1]
     made.keys = [[room[:, :length].clone() for room in _rooms(layer)] for layer in cache.layers]
     made.reset, made.quality = made._rewind, made._same_ids
@@ -256,8 +327,42 @@ def _check(options: Any) -> None:
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise WorkloadError(f"--generate takes the options {', '.join(OPTIONS)}, not {', '.join(unknown)}")
+    if options.get("kv_quality") is not None and options.get("kv_cache") is None:
+        raise WorkloadError('--generate takes "kv_quality" with "kv_cache", such as "fp8": nothing else is quantized')
+    if options.get("kv_quality") is None and not isinstance(options.get("kv_cache"), str | None):
+        raise WorkloadError('--generate takes several formats of "kv_cache" with "kv_quality", which tells them apart')
     if options.get("do_sample") or options.get("cache_implementation", "static") != "static":
         raise WorkloadError("--generate is greedy, with a static cache: do_sample=False, cache_implementation='static'")
+
+
+def _within(model: nn.Module, tokens: Tensor, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], CacheRow | None]:
+    """The options with the first format whose cache is within "kv_quality", and that cache.
+
+    It is judged by itself, each token of the prompts read from it as in decoding, in every process that loads the
+    workload, so that `verify` holds it to the limit too.
+
+    Raises:
+        QualityNotMet: there is no such format.
+    """
+    if options.get("kv_quality") is None:
+        return options, None
+    from wavecrest.quantizer.api import quantize
+
+    asked, reasons = options["kv_cache"], []
+    formats: Sequence[str] = (asked,) if isinstance(asked, str) else tuple(asked)
+    for format in formats:
+        try:
+            made = quantize(
+                model, None, kv_cache=format, calibration={"input_ids": tokens}, quality=options["kv_quality"]
+            )
+        except QualityNotMet as error:
+            reasons.append(f"{format}: {error}")
+            continue
+        made.restore()
+        return {**options, "kv_cache": format}, made.report.kv_cache
+    raise QualityNotMet(
+        f"--generate: no key-value cache within kv_quality {options['kv_quality']}: {'; '.join(reasons)}"
+    )
 
 
 def _cache(model: Any, tokens: Tensor, options: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.nn.append import Appended, Unrotated
 from wavecrest.nn.kv_store import Cached
 from wavecrest.ops._flash_attention.backend import op as _flash_attention
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
@@ -193,9 +194,9 @@ def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is
 
 def attend(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor | Cached,
-    value: Tensor | Cached,
+    query: Tensor | Unrotated,
+    key: Tensor | Cached | Appended,
+    value: Tensor | Cached | Appended,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -212,8 +213,9 @@ def attend(
 
     Args:
         module: asked for `is_causal` where neither mask nor argument say.
-        query: [B, H, Sq, D] of a floating dtype.
-        key, value: [B, Hkv, Sk, D or Dv], their heads not repeated; or what a quantized cache gives for them.
+        query: [B, H, Sq, D] of a floating dtype; or what a step that appends here has in its place.
+        key, value: [B, Hkv, Sk, D or Dv], their heads not repeated; or what a quantized cache, or a step that appends
+            here, gives for them.
         attention_mask: None (causal at the upper left, or nothing hidden), compact, of lengths (which runs
             `flash_decoding`), bool, or added to the scores.
         dropout: of the weights.
@@ -233,6 +235,17 @@ def attend(
     """
     if cache is not None:
         raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
+    if isinstance(key, Appended):
+        assert isinstance(query, Unrotated)
+        reason = "a mask that flash_decoding does not take"
+        if attention_mask is not None and is_lengths(attention_mask):
+            reason = _undecoded(query.x, key.v, dropout, position_bias)
+            if not reason:
+                step = key.call(query, _lengths(attention_mask)[0])
+                return _decoded(module, step, attention_mask, scaling, float(softcap or 0.0), s_aux), None
+        warn_fallback(reason, "rotates and appends in launches of their own")
+        query, key, value = key.plain(query)
+    assert isinstance(query, Tensor) and not isinstance(value, Appended)
     undecoded = ""
     if attention_mask is not None and is_lengths(attention_mask):
         undecoded = _undecoded(query, value.v if isinstance(value, Cached) else value, dropout, position_bias)
@@ -298,13 +311,26 @@ def _decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention under a mask of lengths, over the cache as it lies."""
-    ends, starts, window = _lengths(mask)
+    ends, _, _ = _lengths(mask)
     if isinstance(key, Cached):
         # new keys and values are rounded and written first
         call = key.store.call(query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2), ends)
     else:
         assert isinstance(value, Tensor)
         call = FlashDecodingCall(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ends)
+    return _decoded(module, call, mask, scaling, softcap, sinks)
+
+
+def _decoded(
+    module: nn.Module,
+    call: FlashDecodingCall,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The result of a call with the window and the starts of a mask of lengths, and the options of a model."""
+    _, starts, window = _lengths(mask)
     call = call._replace(window=window, softmax_scale=scaling, softcap=softcap, sinks=sinks, seq_starts=starts)
     if _watchers and not torch.compiler.is_compiling():
         decision = _flash_decoding.decide(call)

@@ -34,6 +34,11 @@ def recast(module: nn.Module, kind: type[_Module]) -> _Module:
     made.__dict__.update(
         {name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(module).items()}
     )
+    # torch's hook of a load knows its module by a weak reference; with a dead one no copy can be made
+    hooks = made._load_state_dict_pre_hooks
+    for number, hook in hooks.items():
+        if isinstance(hook, _module._WrappedHook) and hook.with_module and hook.module() is module:
+            hooks[number] = _module._WrappedHook(hook.hook, made)
     return made
 
 

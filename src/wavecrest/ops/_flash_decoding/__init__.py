@@ -34,6 +34,7 @@ def flash_decoding(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     rotary_style: str = "neox",
+    append_lens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
 
@@ -72,6 +73,8 @@ def flash_decoding(
         cos, sin: floating [positions, R / 2], R up to D: the first R columns of q and k are rotated by the angles of
             their places, as by `rope`. A place that the tables do not have makes NaN.
         rotary_style: which columns are a pair, "neox" (i, i + R/2) or "gptj" (2i, 2i + 1).
+        append_lens: int32 [B], with k and v: they are written, and they and q are rotated, at places append_len − T + t
+            in the place of seq_len − T + t. Not checked on the host: the kernel reads them.
 
     Returns:
         [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
@@ -85,5 +88,6 @@ def flash_decoding(
         FlashDecodingCall(
             q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
             v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts, k, v, cos, sin, rotary_style,
+            append_lens,
         )
     )  # fmt: skip

@@ -47,6 +47,7 @@ class FlashDecodingCall(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     rotary_style: str = "neox"
+    append_lens: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -110,6 +111,11 @@ class FlashDecodingCall(NamedTuple):
     def prepares(self) -> bool:
         """True where something is rotated or written before attention."""
         return self.k is not None or self.cos is not None
+
+    @property
+    def new_lens(self) -> Tensor:
+        """int32 [B]: new tokens end there, in places of the cache."""
+        return self.seq_lens if self.append_lens is None else self.append_lens
 
     @property
     def style(self) -> str:
@@ -233,6 +239,10 @@ def _check_places(call: FlashDecodingCall) -> None:
     _integers(call, "seq_lens", call.seq_lens, (call.q.shape[0],))
     if call.seq_starts is not None:
         _integers(call, "seq_starts", call.seq_starts, (call.q.shape[0],))
+    if call.append_lens is not None:
+        _integers(call, "append_lens", call.append_lens, (call.q.shape[0],))
+        if call.k is None:
+            raise _fail("append_lens says where k and v are written: pass these too")
     if call.block_table is not None:
         _integers(call, "block_table", call.block_table, (call.q.shape[0], None))
     elif call.k_cache.shape[0] != call.q.shape[0]:

@@ -127,7 +127,8 @@ def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ..
         q if call.v is None else call.v,
         call.k_cache,
         call.v_cache,
-        call.seq_lens,
+        # not by its property: one Python call less in each call
+        call.seq_lens if call.append_lens is None else call.append_lens,
         q if call.block_table is None else call.block_table,
         q if call.cos is None else call.cos,
         q if call.sin is None else call.sin,
@@ -153,7 +154,7 @@ def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
             0 if call.cos is None else call.cos.shape[0], 0 if call.cos is None else call.cos.shape[1],
             call.head_dim, size_k, size_v, *_strides(call.q, 3), *_strides(call.k, 3), *_strides(call.v, 3),
             *_strides(call.k_cache, 3), *_strides(call.v_cache, 3),
-            0 if call.block_table is None else call.block_table.stride(0), call.seq_lens.stride(0),
+            0 if call.block_table is None else call.block_table.stride(0), call.new_lens.stride(0),
             *(0 if table is None else table.stride(0) for table in tables), *_scale_strides(call.k_scale),
             *_scale_strides(call.v_scale), *_scale_strides(call.k_shift), *_scale_strides(call.v_shift),
         ),

@@ -95,7 +95,7 @@ def appended(call: FlashDecodingCall) -> FlashDecodingCall:
     """The same call with q rotated and without k and v, which are rotated, rounded and written to the caches here."""
     q, k, v = call.q, call.k, call.v
     token = torch.arange(call.seqlen_q, device=q.device)
-    places = call.seq_lens[:, None] - call.seqlen_q + token
+    places = call.new_lens[:, None] - call.seqlen_q + token
     if call.cos is not None and call.sin is not None:
         q = _rope(RopeCall(q, call.cos, call.sin, places, call.rotary_style))
         k = None if k is None else _rope(RopeCall(k, call.cos, call.sin, places, call.rotary_style))
@@ -103,7 +103,7 @@ def appended(call: FlashDecodingCall) -> FlashDecodingCall:
         owners = _owners(call, places)
         _write(call, owners, k, call.k_cache, call.k_scale, call.k_shift)
         _write(call, owners, v, call.v_cache, call.v_scale, call.v_shift)
-    return call._replace(q=q, k=None, v=None, cos=None, sin=None)
+    return call._replace(q=q, k=None, v=None, cos=None, sin=None, append_lens=None)
 
 
 def _owners(call: FlashDecodingCall, places: Tensor) -> Tensor:

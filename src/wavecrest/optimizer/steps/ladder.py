@@ -30,6 +30,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.compile_fusions import fusion_steps
     from wavecrest.optimizer.steps.environment import EnvironmentStep
     from wavecrest.optimizer.steps.fold_batch_norm import FoldBatchNorm
+    from wavecrest.optimizer.steps.fuse_append import FuseAppend
     from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseParallel, FuseQKV
     from wavecrest.optimizer.steps.fuse_residual import FuseResidual
     from wavecrest.optimizer.steps.join_ties import JoinTies
@@ -73,6 +74,7 @@ def _steps() -> dict[str, Step]:
         ReplaceNorm(),
         ReplaceActivation(),
         ReplaceRotary(),
+        FuseAppend(),
         FuseResidual(),
         JoinTies(step_by_id),
         *fusion_steps(),

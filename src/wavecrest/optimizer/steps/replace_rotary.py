@@ -17,6 +17,7 @@ from wavecrest.optimizer.steps.params import RotarySites
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from wavecrest.measure.workload import Workload
     from wavecrest.records import BucketProfile
 
 # what transformers calls the function in the file of a model, and its arguments
@@ -52,23 +53,12 @@ class ReplaceRotary(Step):
 
     def find(self, context: StepContext) -> Found:
         """Modules whose calls of the function, as the model makes them, `rope` answers too."""
-        import torch
-
         assert context.model is not None
         if context.device.kind == "cpu":
             return Found((), note="on the CPU the op runs PyTorch's own operations, so nothing would change")
-        model, seen = structural_copy(context.model), _Seen()
-        for path, module in model.named_modules():
-            if _calls_it(module):
-                try:
-                    _give(module, partial(_watched, _function_of(module), seen.styles.setdefault(path, set()), seen))
-                except StepRefused as error:
-                    seen.reasons.append(str(error))
+        seen = _watch(context.model, context.workload)
         if not seen.styles and not seen.reasons:
             return Found((), note=f"no module calls a function {NAME}")
-        with torch.no_grad():
-            for inputs in context.workload.buckets.values():
-                inputs.clone().call(model)
         note = "; ".join(dict.fromkeys(seen.reasons))
         # a module is left out where one of its calls is not answered, or its calls differ
         able = {path: styles for path, styles in seen.styles.items() if len(styles) == 1 and "" not in styles}
@@ -103,6 +93,24 @@ class ReplaceRotary(Step):
                 raise StepRefused(f"{path} ({type(module).__name__}) does not call {NAME}")
             _give(module, apply_rotary_pos_emb)
         return model
+
+
+def _watch(model: nn.Module, workload: Workload) -> _Seen:
+    """The styles of each module's calls in one forward of every bucket, by a copy of the model."""
+    import torch
+
+    model, seen = structural_copy(model), _Seen()
+    for path, module in model.named_modules():
+        if _calls_it(module):
+            try:
+                _give(module, partial(_watched, _function_of(module), seen.styles.setdefault(path, set()), seen))
+            except StepRefused as error:
+                seen.reasons.append(str(error))
+    if seen.styles or seen.reasons:
+        with torch.no_grad():
+            for inputs in workload.buckets.values():
+                inputs.clone().call(model)
+    return seen
 
 
 def _negations(bucket: BucketProfile) -> tuple[float, float]:

@@ -30,12 +30,14 @@ class _Sizes(NamedTuple):
 
 def _call(
     sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
-    groups: int = 0, padded: int = 0, append: bool = False, rotary: str = "", **options: Any,
+    groups: int = 0, padded: int = 0, append: bool = False, rotary: str = "",
+    table: torch.dtype = torch.float32, **options: Any,
 ) -> FlashDecodingCall:  # fmt: skip
     """A call whose last sequence fills the share `fill` of its cache, and the first one all of it.
 
     `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one scale. `padded`: hidden keys at the
-    left of the last sequence. `append`: with new keys and values; `rotary`: rotated in this style over all of head_dim.
+    left of the last sequence. `append`: with new keys and values; `rotary`: rotated in this style over all of head_dim,
+    by tables of the dtype `table`.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
@@ -66,7 +68,7 @@ def _call(
             )
     if rotary:
         angles = torch.randn(sizes.keys, sizes.d // 2, device=device)
-        options |= {"cos": angles.cos(), "sin": angles.sin(), "rotary_style": rotary}
+        options |= {"cos": angles.cos().to(table), "sin": angles.sin().to(table), "rotary_style": rotary}
     if groups > 0:
         # about the size of keys and values in 16 bits
         step = 0.3 if cache == FOUR_BITS else 0.01
@@ -203,7 +205,7 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashDecodingCall]]:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> FlashDecodingCall | None:
-    """A call with this key, if nothing is appended and it has no option; see `Study`."""
+    """A call with this key, if it has no option but those of `access`; see `Study`."""
     names = ("batch", "tokens", "heads", "kv_heads", "capacity", "d", "dv", "page")
     sizes = _Sizes(*(int(parts[name] or 0) for name in names))
     dtype, cache = (getattr(torch, str(parts[name]), None) for name in ("dtype", "cache"))
@@ -213,4 +215,12 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> FlashDecodingCall | N
     scales = str(parts["scales"])
     groups = int(scales.split()[0]) if scales.endswith("groups") else int(scales == "tokens")
     stored = None if cache == dtype else cache
-    return _call(sizes, dtype, device, stored, groups=groups, return_lse=bool(parts["lse"]))
+    # rows that lie apart have no call here
+    words = [word for word in str(parts["access"]).split() if word != "columns"]
+    rotary, _, table = next((word for word in words if ":" in word), "").partition(":")
+    access: dict[str, Any] = {"padded": sizes.keys // 8} if "starts" in words else {}
+    if rotary:
+        access |= {"rotary": rotary, "table": getattr(torch, table)}
+    return _call(
+        sizes, dtype, device, stored, groups=groups, append="append" in words, return_lse=bool(parts["lse"]), **access
+    )
