@@ -24,7 +24,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned import spaces as _spaces
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, hopper, in_one_loop
+from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, cdna_step, hopper, in_one_loop
 from wavecrest.ops._gemm.key import shape_of
 
 # registers a lane that sums may take; there are 256 (512 on AMD CDNA, where twice as many threads share a tile)
@@ -345,10 +345,11 @@ def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     return [_hopper.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
 
 
-def cdna_space(_key: Key, _arch: Arch) -> Iterator[Config]:
+def cdna_space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_cdna` worth trying, the default first."""
+    step = cdna_step(shape_of(key).a_bits, arch)
     for row in _spaces.rows("gemm")["cdna"]["tiles"]:
-        yield cdna(*row)
+        yield cdna(*row, step=step)
 
 
 def cdna_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
