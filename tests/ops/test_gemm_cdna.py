@@ -1,4 +1,7 @@
-"""The GEMM kernels for gfx950 and gfx942: what they copy and read when, and what they do not take; their code: tests/emulated."""
+"""The GEMM kernels for gfx950 and gfx942: what they copy and read when, and what they do not take.
+
+Their machine code: tests/emulated.
+"""
 
 from __future__ import annotations
 
