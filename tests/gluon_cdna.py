@@ -88,11 +88,11 @@ class Kernels(gluon.Kernels):
         def load(tile: LdsTile, _layout: Any) -> Tensor:
             return tile.data.clone()
 
-        def fetch(base: Pointer, offsets: Tensor, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+        def fetch(base: Pointer, offsets: Tensor, mask: Tensor | None = None) -> Tensor:
             if mask is None:
                 return base.load(offsets)
             wanted = mask.expand(offsets.shape)
-            return torch.where(wanted, base.load(torch.where(wanted, offsets, 0)).float(), other).to(base.x.dtype)
+            return torch.where(wanted, base.load(torch.where(wanted, offsets, 0)).float(), 0.0).to(base.x.dtype)
 
         def layout(*_args: Any) -> None:
             return None

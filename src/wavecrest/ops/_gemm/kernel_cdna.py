@@ -225,10 +225,13 @@ def _cdna_kernel(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fetch(base, offs, columns, limit, EVEN_K: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A half of a tile on its way to registers; zeros from column `limit` on."""
+    """A half of a tile on its way to registers; zeros from column `limit` on.
+
+    They are the hardware's for what is masked: with an `other` of zeros the load is waited for at once, to choose.
+    """
     if EVEN_K:
         return gl.amd.cdna3.buffer_load(base, offs)
-    return gl.amd.cdna3.buffer_load(base, offs, mask=columns < limit, other=0.0)
+    return gl.amd.cdna3.buffer_load(base, offs, mask=columns < limit)
 
 
 @gluon.jit
