@@ -3,7 +3,7 @@
 wavecrest isa run benchmarks/emulate_causal_attention.py --arch gfx942 --check -- 2048 128 32 4 2 2 32
 
 Tokens, then BLOCK_M, BLOCK_N, num_warps, num_stages, waves_per_eu and matrix_instr_nonkdim of the portable kernel, or
-nothing for its default; bfloat16, D = 128.
+nothing for its default; bfloat16, or float16 with a last argument fp16; D = 128.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "waves_per_eu", "matri
 D = 128
 
 
-def main(tokens: int, *chosen: int) -> None:
+def main(dtype: torch.dtype, tokens: int, *chosen: int) -> None:
     """Run the call, compare it, and count."""
     torch.manual_seed(0)
-    call = FlashAttentionCall(*(torch.randn(1, 1, tokens, D).bfloat16() for _ in range(3)), "bhsd", causal=True)
+    call = FlashAttentionCall(*(torch.randn(1, 1, tokens, D).to(dtype) for _ in range(3)), "bhsd", causal=True)
     key = op.key(call)
     config = Config(**dict(zip(NAMES, chosen, strict=True))) if chosen else default_config(key)
     op.pin(key, "triton", config, "user", "a head to look at")
@@ -43,4 +43,5 @@ def main(tokens: int, *chosen: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    half = sys.argv[-1] == "fp16"
+    main(torch.float16 if half else torch.bfloat16, *map(int, sys.argv[1 : -1 if half else None]))
