@@ -348,8 +348,8 @@ def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
 def cdna_space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_cdna` worth trying, the default first."""
     step = cdna_step(shape_of(key).a_bits, arch)
-    for row in _spaces.rows("gemm")["cdna"]["tiles"]:
-        yield cdna(*row, step=step)
+    for matrix, group in _spaces.rows("gemm")["cdna"]["tiles"]:
+        yield cdna(matrix, group, step)
 
 
 def cdna_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
