@@ -1199,6 +1199,8 @@ def test_matrix_instructions_of_32_rows_where_they_were_counted(arch: str) -> No
         plain._replace(kv_dtype="int8"), plain._replace(seqlen_q=64),
     ):  # fmt: skip
         assert configs.default(other, known)["matrix_instr_nonkdim"] == 16, other
+    few = configs.default(plain._replace(seqlen_q=1), known)
+    assert (few["BLOCK_N"], few["num_stages"]) == (64, 1)
     tried = list(configs.space(plain, known))
     tiles = {(one["BLOCK_M"], one["BLOCK_N"], one["num_stages"], one["matrix_instr_nonkdim"]) for one in tried}
     assert {(128, 64, 1, 16), *([(128, 64, 1, 32), (128, 32, 2, 32)] if wide else [])} <= tiles

@@ -64,8 +64,9 @@ def _wide_matrix(shape: Shape, arch: Arch | None) -> bool:
     Counted in the emulator, triton 3.6, causal, D = 128: 8 to 10 % fewer on gfx942, 12 to 14 % on gfx950, with 2,048 to
     8,192 tokens (docs/attention.md).
     """
-    plain = shape.bits == 16 and shape.kv_dtype is None and not shape.more
-    return arch is not None and arch.name in ("gfx942", "gfx950") and plain and 64 < shape.head_dim <= 128
+    if arch is None or arch.name not in ("gfx942", "gfx950") or _layout.power_of_two(shape.seqlen_q) < 128:
+        return False
+    return shape.bits == 16 and shape.kv_dtype is None and not shape.more and 64 < shape.head_dim <= 128
 
 
 def _cdna(shape: Shape, arch: Arch) -> _Tile:
