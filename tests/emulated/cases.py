@@ -30,6 +30,7 @@ ONLY = {
     "mxfp4 16x16": ("gfx950", "gfx942 has no scaled matrix instruction"),
     "mxfp8": ("gfx950", "gfx942 has no scaled matrix instruction"),
     "matmul of its own kernel": ("gfx950", "the kernel is gfx950's"),
+    "matmul of gfx942's own kernel": ("gfx942", "the kernel is gfx942's"),
     "fp8fnuz": ("gfx942", "the fnuz formats are those of gfx942"),
 }
 # cases of what is found without the watch
@@ -354,26 +355,31 @@ def _before(_arch: str) -> tuple[float, float]:
     return _caught(lambda: kernels.shifted[(1,)](x, out, 1000, -8, BLOCK=1024), OutOfBounds, *parts)
 
 
+@case("matmul of gfx942's own kernel")
 @case("matmul of its own kernel")
-def _own(_arch: str) -> tuple[float, float]:
-    """gemm's kernel for gfx950 in each configuration; steps of its loop wait for no bank of LDS."""
+def _own(arch: str) -> tuple[float, float]:
+    """gemm's kernels for gfx950 and gfx942, each matrix instruction; steps of the loop wait for no bank of LDS."""
     # imported here: other cases need nothing of ops
     from wavecrest.ops._gemm import backend, study
     from wavecrest.ops._gemm.call import GemmCall
 
     worst, runs = 0.0, driver.active.runs
-    configs = study.space.cdna_space((), ARCHS["gfx950"])
-    for config in {config["MATRIX"]: config for config in configs}.values():
-        lost = []
-        for K in (256, 512):
-            call = GemmCall(torch.randn(256, K).bfloat16(), torch.randn(256, K).bfloat16().mT)
-            backend.op.pin(backend.op.key(call), "triton_cdna", config, "user", "a test")
-            got = backend.op(call)
-            backend.op.unpin()
-            assert runs[-1].kernel == "_cdna_kernel"
-            lost.append(runs[-1].stats.lds_conflicts)
-            worst = max(worst, relative(got, call.a.double() @ call.b.double()))
-        assert lost[0] == lost[1], f"conflicts with two and four steps: {lost}"
+    float8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    for dtype in [float8] if arch == "gfx942" else [torch.bfloat16, float8]:
+        for matrix in (32, 16):
+            lost = []
+            # two steps, and four
+            for K in (512 // dtype.itemsize, 1024 // dtype.itemsize):
+                call = GemmCall(torch.randn(256, K).to(dtype), torch.randn(256, K).to(dtype).mT)
+                tried = study.space.cdna_space(backend.op.key(call), ARCHS[arch])
+                config = next(config for config in tried if config["MATRIX"] == matrix)
+                backend.op.pin(backend.op.key(call), "triton_cdna", config, "user", "a test")
+                got = backend.op(call)
+                backend.op.unpin()
+                assert runs[-1].kernel == ("_cdna3_kernel" if arch == "gfx942" else "_cdna_kernel")
+                lost.append(runs[-1].stats.lds_conflicts)
+                worst = max(worst, relative(got, call.a.double() @ call.b.double()))
+            assert lost[0] == lost[1], f"conflicts with two and four steps: {lost}"
     return worst, 8e-3
 
 

@@ -1188,6 +1188,25 @@ def test_hopper_configurations_fit(d: int) -> None:
         assert 2 * d * (one["BLOCK_M"] + 2 * one["STAGES"] * one["BLOCK_N"]) < 227 << 10
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+def test_matrix_instructions_of_32_rows_where_they_were_counted(arch: str) -> None:
+    """By default on two architectures, of plain 16-bit calls of D up to 128; `tune` tries those of 16 rows beside."""
+    known, wide = ARCHS[arch], arch != "gfx90a"
+    plain = configs.Shape(4096, 128, 16, True, 0)
+    assert configs.default(plain, known)["matrix_instr_nonkdim"] == (32 if wide else 16)
+    for other in (
+        plain._replace(head_dim=64), plain._replace(head_dim=192), plain._replace(more=1), plain._replace(bits=32),
+        plain._replace(kv_dtype="int8"), plain._replace(seqlen_q=64),
+    ):  # fmt: skip
+        assert configs.default(other, known)["matrix_instr_nonkdim"] == 16, other
+    few = configs.default(plain._replace(seqlen_q=1), known)
+    assert (few["BLOCK_N"], few["num_stages"]) == (64, 1)
+    tried = list(configs.space(plain, known))
+    tiles = {(one["BLOCK_M"], one["BLOCK_N"], one["num_stages"], one["matrix_instr_nonkdim"]) for one in tried}
+    assert {(128, 64, 1, 16), *([(128, 64, 1, 32), (128, 32, 2, 32)] if wide else [])} <= tiles
+    assert wide == any(one["matrix_instr_nonkdim"] == 32 for one in tried) and len(tried) == len(set(tried))
+
+
 def test_hopper_is_for_sm_90(device: str) -> None:
     if device == "cuda":
         pytest.skip("without a GPU")

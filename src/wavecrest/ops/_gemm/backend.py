@@ -199,5 +199,5 @@ op.attach_kernel(
     refuse=_refuse_cdna,
     opt_in=_opt_in,
     priority=PRIORITY,
-    default_config=lambda _key: _config.cdna(),
+    default_config=partial(default_config, _config.cdna_default),
 )

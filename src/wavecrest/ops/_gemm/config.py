@@ -229,6 +229,19 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
     return hopper_blocks(halves=halves)
 
 
-def cdna(matrix: int = 32, group: int = 8) -> Config:
-    """For `_cdna_kernel`: tiles of 256 × 256; `matrix`: rows of a matrix instruction."""
-    return Config(BLOCK_K=64, GROUP_M=group, MATRIX=matrix, num_warps=8, num_stages=1, waves_per_eu=0)
+def cdna(matrix: int = 32, group: int = 8, step: int = 64) -> Config:
+    """For `_cdna_kernel` and `_cdna3_kernel`: tiles of 256 × 256; `matrix`: rows of a matrix instruction.
+
+    `step`: columns of K, see `cdna_step`.
+    """
+    return Config(BLOCK_K=step, GROUP_M=group, MATRIX=matrix, num_warps=8, num_stages=1, waves_per_eu=0)
+
+
+def cdna_step(bits: int, arch: Arch | None) -> int:
+    """Columns of K of a step: 128 bytes, and 64 on gfx942, whose LDS has room for two steps of those."""
+    return (512 if arch is not None and arch.name == "gfx942" else 1024) // bits
+
+
+def cdna_default(shape: Shape, arch: Arch | None) -> Config:
+    """The first configuration of `cdna` for a shape."""
+    return cdna(step=cdna_step(shape.a_bits, arch))

@@ -135,15 +135,21 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         for name, what in own.items():
             cases[name] = _hopper.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.hopper(), arch)
         cases |= _block_cases(f8, arch)
-    if arch.name == _cdna.ARCH and config is None:
+    if arch.name in _cdna.FLOAT8 and config is None:
         own = {
-            "cdna bf16": _empty(4096, 6144, 4096, bf16),
-            "cdna fp16 bias silu, ragged steps": _empty(
-                4096, 6144, 4104, torch.float16, bias=_scale(6144), activation="silu"
+            "cdna fp8": _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()),
+            "cdna fp8 scales bias silu, ragged steps": _empty(
+                4096, 6144, 4112, f8, scale_a=_scale(4096), scale_b=_scale(6144), bias=_scale(6144), activation="silu"
             ),
         }
+        if arch.name == _cdna.ARCH:
+            own["cdna bf16"] = _empty(4096, 6144, 4096, bf16)
+            own["cdna fp16 bias silu, ragged steps"] = _empty(
+                4096, 6144, 4104, torch.float16, bias=_scale(6144), activation="silu"
+            )
         for name, what in own.items():
-            cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.cdna(), arch)
+            made = _config.cdna_default(shape_of(key_of(what)), arch)
+            cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), made, arch)
     return cases
 
 
@@ -184,11 +190,12 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu
 
 
 def _whole_tiles(M: int, N: int, K: int, dtype: torch.dtype) -> GemmCall:
-    """Rows and columns that are parts of longer ones, beside NaN; a bias and an activation."""
-    a, w = (torch.full((rows, K + 24), math.nan, dtype=dtype)[:, 8 : K + 8] for rows in (M, N))
+    """Rows and columns that are parts of longer ones, beside NaN; a bias and an activation, scales of 8 bits."""
+    a, w = (torch.full((rows, K + 32), math.nan).to(dtype)[:, 16 : K + 16] for rows in (M, N))
     for x in (a, w):
         x.copy_(_random(*x.shape, dtype=dtype))
-    return GemmCall(a, w.mT, bias=_random(N, dtype=dtype), activation="silu", alpha=0.05)
+    call = GemmCall(a, w.mT, bias=_random(N), activation="silu", alpha=0.05)
+    return call._replace(scale_a=torch.rand(M), scale_b=torch.rand(N)) if dtype.itemsize == 1 else call
 
 
 def emulate_cases(arch: str) -> Cases:
@@ -221,9 +228,12 @@ def emulate_cases(arch: str) -> Cases:
             _random(200, 400, dtype=torch.float8_e4m3fn), _random(264, 400, dtype=torch.float8_e4m3fn).mT,
             scale_a=torch.rand(200, 4), scale_b=torch.rand(4, 3),
         )  # fmt: skip
-    if arch == _cdna.ARCH:
+    if arch in _cdna.FLOAT8:
         # its own kernel, for more rows and columns than the other cases have; tiles that share rows or columns
-        for dtype, (M, N, K) in ((torch.bfloat16, (300, 259, 392)), (torch.float16, (256, 520, 256))):
+        own = [(float8, (300, 264, 656))]
+        if arch == _cdna.ARCH:
+            own += [(torch.bfloat16, (300, 259, 392)), (torch.float16, (256, 520, 256))]
+        for dtype, (M, N, K) in own:
             more[f"whole tiles, {str(dtype).removeprefix('torch.')}"] = partial(_whole_tiles, M, N, K, dtype)
     return more | {
         **{str(dtype).removeprefix("torch."): plain(dtype) for dtype in types},

@@ -25,7 +25,16 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned import spaces as _spaces
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import SCALE_BLOCK, GemmCall
-from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, hopper, hopper_blocks, hopper_blocks_of, in_one_loop
+from wavecrest.ops._gemm.config import (
+    FEW_ROWS,
+    Shape,
+    cdna,
+    cdna_step,
+    hopper,
+    hopper_blocks,
+    hopper_blocks_of,
+    in_one_loop,
+)  # fmt: skip
 from wavecrest.ops._gemm.key import shape_of
 
 # registers a lane that sums may take; there are 256 (512 on AMD CDNA, where twice as many threads share a tile)
@@ -380,10 +389,11 @@ def blocks_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     return _blocks.launches(call, y, y if parts is None else y.new_empty(parts, dtype=torch.float32), config, arch)
 
 
-def cdna_space(_key: Key, _arch: Arch) -> Iterator[Config]:
+def cdna_space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_cdna` worth trying, the default first."""
-    for row in _spaces.rows("gemm")["cdna"]["tiles"]:
-        yield cdna(*row)
+    step = cdna_step(shape_of(key).a_bits, arch)
+    for matrix, group in _spaces.rows("gemm")["cdna"]["tiles"]:
+        yield cdna(matrix, group, step)
 
 
 def cdna_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:

@@ -196,11 +196,15 @@ def hopper_blocks(shape: Shape, part: dict[str, object], config: Config, arch: A
 
 
 def cdna(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
-    """`_cdna_kernel`: as tiles of `_tile_kernel` whose loads do not go through registers."""
-    if arch.name != _cdna.ARCH or shape.rows < _cdna.TILE or shape.columns < _cdna.TILE:
+    """`_cdna_kernel`: as tiles of `_tile_kernel` whose loads, on gfx950, do not go through registers."""
+    float8 = str(part["a"]).startswith("float8")
+    if not (arch.name == _cdna.ARCH or (float8 and arch.name in _cdna.FLOAT8)):
+        return ()
+    if shape.rows < _cdna.TILE or shape.columns < _cdna.TILE:
         return ()
     like = {"BLOCK_M": _cdna.TILE, "BLOCK_N": _cdna.TILE, "BLOCK_K": config["BLOCK_K"], "GROUP_M": config["GROUP_M"]}
-    like |= {"SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1, "num_warps": config["num_warps"], "num_stages": 3}
+    like |= {"SPLIT_K": 1, "PERSISTENT": 0, "num_warps": config["num_warps"], "num_stages": 3}
+    like["TMA"] = int(arch.name == _cdna.ARCH)
     return tiled(shape, part, Config(**like), arch)
 
 
