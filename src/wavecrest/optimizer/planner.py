@@ -68,8 +68,9 @@ class Candidate:
         cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
         why: it is tried now.
         unseen: seconds that looking for its sites would take; 0 where it has looked.
-        burden: seconds that the trials behind it and the proof take longer once it is kept: compiled code is compiled
-            again by each of them. An 8 B Llama compiled before its surgery ended 120 s late (H200, 2026-11-26).
+        proof: seconds that the end of the run takes longer once it is kept.
+        behind: seconds that the trials behind it take longer once it is kept, as each compiles the model again. An 8 B
+            Llama that was compiled before its surgery ended 120 s late (H200, 2026-11-26).
     """
 
     step: Step
@@ -83,7 +84,8 @@ class Candidate:
     cause: Cause | None = None
     why: str = ""
     unseen: float = 0.0
-    burden: float = 0.0
+    proof: float = 0.0
+    behind: float = 0.0
 
     @property
     def is_able(self) -> bool:
@@ -105,8 +107,8 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Gain a second of all that it costs."""
-        return self.gain / (self.seconds + self.burden)
+        """Gain a second of all that it costs if it is tried now."""
+        return self.gain / (self.seconds + self.proof + self.behind)
 
     @property
     def tier(self) -> int:
@@ -400,15 +402,15 @@ class Planner:
         cures = cause.kind in one.step.cures and not one.step.searches and not rival
         return not cured and one.attempt == 1 and cures
 
-    def _burden(self, candidates: Sequence[Candidate]) -> None:
+    def _charge(self, candidates: Sequence[Candidate]) -> None:
         """Charge the first compilation that is kept with what it makes the others and the proof take longer."""
         costs = self.run.costs
         for one in candidates:
             if one.step.phase != "compile" or self._compiled or one.step.searches:
                 continue
             others = [other for other in candidates if other.kind == "plain"]
-            longer = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
-            one.burden = longer + max(0.0, one.reserve - self._reserve(None))
+            one.behind = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
+            one.proof = max(0.0, one.reserve - self._reserve(None))
 
     def _choose(self, able: Sequence[Candidate]) -> Candidate | None:
         """The candidate that gains most a second among those of the lowest tier that are worth their time together."""
@@ -423,9 +425,10 @@ class Planner:
             return None
         tier = min(one.tier for one in ready)
         same = [one for one in ready if one.tier == tier]
-        self._burden(same)
+        self._charge(same)
         reserve = min(one.reserve for one in same)
-        items = [(one.gain, one.seconds + one.burden) for one in same]
+        # the last of them makes no trial behind it longer
+        items = [(one.gain, one.seconds + one.proof) for one in same]
         together, greedy = best_together(items, left - reserve), densest_together(items, left - reserve)
         is_better = sum(items[i][0] for i in together) > BETTER * sum(items[i][0] for i in greedy)
         worth = [same[index] for index in (together if is_better else greedy)] or same
