@@ -267,6 +267,27 @@ def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
         assert rows["gain"].reason.startswith(reason)
 
 
+@pytest.mark.parametrize(("budget", "looks"), [(300.0, 2), (65.0, 1)])
+def test_a_model_is_traced_again_only_where_there_is_time_for_that(run: Run, budget: float, looks: int) -> None:
+    """What was not found before a step was kept may be there behind it; tracing was seen to take 30 s."""
+
+    class Vain(Traces):
+        id = title = "vain"
+
+        def find(self, context: StepContext) -> Found:
+            super().find(context)
+            return Found((), note="not there")
+
+    class Humble(TakeHalfOut):
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.001, "planted")
+
+    step = Vain()
+    record = run(step, Humble(), budget=budget).record
+    assert {row.id: row.verdict for row in record.steps} == {"half": "kept", "vain": "skipped"}
+    assert step.looked == looks
+
+
 def test_a_model_is_traced_when_nothing_else_promises_more(run: Run) -> None:
     events = []
 

@@ -146,8 +146,9 @@ class Planner:
     run: RunState
     steps: Sequence[Step]
     _looks: dict[str, _Look] = field(default_factory=dict)
-    # seconds that the longest look of all open steps took
+    # seconds that the longest look of all open steps took, and the longest for which the model was traced
     _looking: float = 0.0
+    _traced: float = 0.0
 
     def next(self) -> Candidate | None:
         """The candidate to try; None when nothing is left that can be tried."""
@@ -171,6 +172,7 @@ class Planner:
                 continue
             # what was found on an earlier ground may be gone, and what was not found may be there now
             doubtful = [chosen.step] if chosen else [one.step for one in candidates if not one.is_able]
+            doubtful = [step for step in doubtful if not step.traces or self._can_trace(step)]
             if not self._look(doubtful, again=True):
                 return chosen
 
@@ -223,13 +225,18 @@ class Planner:
         return not self._has_looked(step) and (self._one_only or not self._can_look(step))
 
     def _can_look(self, step: Step) -> bool:
+        """Whether a step has looked, may do so at no cost, or the budget holds it."""
+        return self._has_looked(step) or self._can_trace(step)
+
+    def _can_trace(self, step: Step) -> bool:
         """Whether the budget holds tracing the model, the trial and its proof."""
         needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step)
-        return self._has_looked(step) or needed <= self.run.seconds_left
+        return needed <= self.run.seconds_left
 
     @property
     def _tracing(self) -> float:
-        return TRACE_SHARE * self.run.costs.compilation
+        """Seconds of tracing the model for a step's sites: the most that it took so far, or a part of a compilation."""
+        return self._traced or TRACE_SHARE * self.run.costs.compilation
 
     @property
     def _compiled(self) -> bool:
@@ -291,7 +298,10 @@ class Planner:
             # the tensors that surgery made are not held while candidates are timed
             context.model = None
             context.shared.clear()
-        self._looking = max(self._looking, run.now() - begin)
+        took = run.now() - begin
+        self._looking = max(self._looking, took)
+        if any(step.traces for step in steps if step.id in moved):
+            self._traced = max(self._traced, took)
         return bool(moved)
 
     def _find(self, step: Step) -> tuple[Found | None, Exception | None]:
