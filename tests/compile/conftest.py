@@ -86,7 +86,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     asked = list(dict.fromkeys(question for module in modules for question in getattr(module, "QUESTIONS", ())))
     if asked:
         _ANSWERS.update({question: Future() for question in asked})
-        threading.Thread(target=_side_by_side, args=(asked,), daemon=True).start()
+        threading.Thread(target=_side_by_side, args=(asked,)).start()
 
 
 def compiled(targets: list[str], archs: tuple[str, ...] = ARCHS, known: Path | None = None) -> Compiled:
