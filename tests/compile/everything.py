@@ -12,8 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from triton.runtime.cache import triton_key
-
 from tests.compile import recorded
 from wavecrest.isa import survey
 
@@ -32,8 +30,7 @@ def main(archs: str, *targets: str) -> None:
     def note(done: int, planned: int, what: str) -> None:
         sys.stderr.write(f"{done}/{planned} {what}\n")
 
-    # of hundreds of MB, once here and not in each worker that is forked
-    triton_key()
+    recorded.hash_compiler()
     rows = survey.survey(work, code=True, on_progress=note)
     sys.stdout.write(recorded.Compiled(places=keys, rows=rows).model_dump_json())
 

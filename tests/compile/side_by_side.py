@@ -15,6 +15,10 @@ import tempfile
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.compile import recorded
+
 HERE = Path(__file__).resolve().parent
 Question = tuple[str, ...]
 
@@ -40,10 +44,9 @@ def started(question: Question, output: int, errors: int) -> int:
 
 
 def main(asked: str) -> None:
-    for name in ("torch", "triton", "wavecrest.ops", "wavecrest.isa.survey"):
+    for name in ("wavecrest.ops", "wavecrest.isa.survey"):
         importlib.import_module(name)
-    # Triton's hash of its own files, of hundreds of MB, which every compilation asks for
-    importlib.import_module("triton.runtime.cache").triton_key()
+    recorded.hash_compiler()
     waiting = [tuple(question) for question in json.loads(asked)]
     running = {}
     while waiting or running:
