@@ -211,32 +211,52 @@ def test_the_interpreter_is_an_environment_problem(
 KERNELS = Path(__file__).parents[1] / "compile" / "kernels.py"
 
 
-def _child(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"COLUMNS": "80"}
-    command = [sys.executable, "-m", "wavecrest", "isa", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+# two commands in one process, whose imports take longer than they do
+COMMANDS = """
+import contextlib, io, json, sys
+from wavecrest.cli import main
+found = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main.main(words)
+    found.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
 
 
-def test_real_kernels(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
+    """Exit code, output and standard error of two commands that compile, as JSON with a budget and as a table."""
     pytest.importorskip("triton", reason="cross-compiling needs triton")
-    budget = tmp_path / "budget.toml"
+    budget = tmp_path_factory.mktemp("isa") / "budget.toml"
     budget.write_text('[waves]\n"float16" = { gfx942 = 9 }\n')
-    done = _child(
-        f"{KERNELS}:cases", "--arch", "gfx942", "--case", "float16", "--config", "num_warps=1",
-        "--config", "num_warps=3", "--asm", "--budget", str(budget), "--json",
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    record = IsaRecord.model_validate_json(done.stdout)
-    assert json.loads(done.stdout)["header"]["evidence"] == "compiled"
+    case = ["isa", f"{KERNELS}:cases", "--case", "float16", "--asm"]
+    warps = ["--config", "num_warps=1", "--config", "num_warps=3"]
+    commands = [
+        [*case, "--arch", "gfx942", *warps, "--budget", str(budget), "--json"],
+        [*case, "--arch", "gfx942,sm_90", "--diff"],
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
+
+
+def test_real_kernels(compiled: list[tuple[int, str, str]]) -> None:
+    code, out, err = compiled[0]
+    assert code == 2, err
+    record = IsaRecord.model_validate_json(out)
+    assert json.loads(out)["header"]["evidence"] == "compiled"
     good, bad = record.rows
     assert good.facts is not None and good.facts.hot is not None and good.facts.hot.code[0].startswith(".LBB")
     assert bad.facts is None and "num_warps must be a power of 2" in bad.reason
-    assert "8 waves per SIMD, at least 9" in done.stderr and done.stderr.count("over budget:") == 2
+    assert "8 waves per SIMD, at least 9" in err and err.count("over budget:") == 2
 
 
-def test_real_table() -> None:
-    pytest.importorskip("triton", reason="cross-compiling needs triton")
-    done = _child(f"{KERNELS}:cases", "--arch", "gfx942,sm_90", "--case", "float16", "--diff", "--asm")
-    assert done.returncode == 0, done.stderr
-    assert _line(done.stdout, "SGPR")[-1] == "–" and "hot loop\n.LBB" in done.stdout
-    assert done.stderr == ""
+def test_real_table(compiled: list[tuple[int, str, str]]) -> None:
+    code, out, err = compiled[1]
+    assert code == 0, err
+    assert _line(out, "SGPR")[-1] == "–" and "hot loop\n.LBB" in out
+    assert err == ""

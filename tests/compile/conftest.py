@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,39 @@ _POOL = ThreadPoolExecutor(os.cpu_count())
 _ANSWERS: dict[Question, Future[str]] = {}
 
 
-def _run(question: Question) -> str:
-    """The output of a script, in a process without the interpreter: kernels defined for it cannot be compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def _command(question: Question) -> dict[str, Any]:
+    """How a script is started: without the interpreter, as kernels defined for it cannot be compiled."""
     script, *arguments = question
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {
+        "args": [sys.executable, str(Path(__file__).with_name(script)), *arguments], "env": environment, "text": True,
+    }  # fmt: skip
+
+
+def _run(question: Question) -> str:
+    """The output of a script, in a process of its own."""
+    done = subprocess.run(**_command(question), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return str(done.stdout)
+
+
+def _side_by_side(questions: list[Question]) -> None:
+    """Answer all questions in forks of one process, each as it ends."""
+    command = _command(("side_by_side.py", json.dumps(questions)))
+    try:
+        with subprocess.Popen(**command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                question, code, output, errors = json.loads(line)
+                if code == 0:
+                    _ANSWERS[tuple(question)].set_result(output)
+                else:
+                    _ANSWERS[tuple(question)].set_exception(AssertionError(errors[-4000:]))
+    finally:
+        # nobody waits for an answer that does not come
+        for question in questions:
+            if not _ANSWERS[question].done():
+                _ANSWERS[question].set_exception(AssertionError("side_by_side.py ended without this answer"))
 
 
 def _asked(question: Question) -> Future[str]:
@@ -55,12 +79,14 @@ def answer(*question: str) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the scripts of the `QUESTIONS` of all modules side by side: each compiles on one core."""
+    """Start the scripts of the `QUESTIONS` of all modules: each compiles on one core."""
     if session.config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ:
         return
-    for module in dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function)):
-        for question in getattr(module, "QUESTIONS", ()):
-            _asked(question)
+    modules = dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function))
+    asked = list(dict.fromkeys(question for module in modules for question in getattr(module, "QUESTIONS", ())))
+    if asked:
+        _ANSWERS.update({question: Future() for question in asked})
+        threading.Thread(target=_side_by_side, args=(asked,)).start()
 
 
 def compiled(targets: list[str], archs: tuple[str, ...] = ARCHS, known: Path | None = None) -> Compiled:

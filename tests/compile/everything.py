@@ -30,6 +30,7 @@ def main(archs: str, *targets: str) -> None:
     def note(done: int, planned: int, what: str) -> None:
         sys.stderr.write(f"{done}/{planned} {what}\n")
 
+    recorded.hash_compiler()
     rows = survey.survey(work, code=True, on_progress=note)
     sys.stdout.write(recorded.Compiled(places=keys, rows=rows).model_dump_json())
 

@@ -134,6 +134,14 @@ def reader() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
+def hash_compiler() -> None:
+    """Have Triton hash its own files, of hundreds of MB, which every compilation asks for: forks find it done."""
+    from triton.runtime import cache as triton_cache
+
+    # where a newer Triton keeps it elsewhere, each process makes its own
+    getattr(triton_cache, "triton_key", lambda: None)()
+
+
 def load(path: Path = FILE) -> Recorded:
     """The record of a file; an empty one if there is no file."""
     if not path.is_file():

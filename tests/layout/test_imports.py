@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import time
@@ -71,16 +72,26 @@ def _modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """The syntax tree of a file, walked once: every test here asks for all of them."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def _imports(path: Path) -> list[tuple[int, str]]:
     """Every import of wavecrest in a file, lazy ones too; blocks under TYPE_CHECKING are not imports."""
-    tree = ast.parse(path.read_text())
+    return list(_imported(_nodes(path)))
+
+
+def _imported(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     skipped = {
         id(child)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for child in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -122,8 +133,7 @@ def test_every_module_has_a_layer() -> None:
 
 def _named(path: Path) -> Iterator[str]:
     """Every module of wavecrest that a file names: imports, lazy and for types alone, and strings."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -181,7 +191,7 @@ def test_triton_stays_in_ops_and_isa(package: str, allowed: tuple[str, ...]) -> 
 def test_only_env_reads_the_environment() -> None:
     found = []
     for name, path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             uses = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
             if uses and name != "env":
                 found.append(f"{name}:{node.lineno}")
@@ -208,7 +218,7 @@ def test_one_decoder_reads_files() -> None:
     for name, path in _modules():
         if name == "records.decode":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module in READERS and node.module != "torch":
                 found.append(f"{name}:{node.lineno}: from {node.module} import")
             if not isinstance(node, ast.Attribute):
@@ -223,7 +233,7 @@ def test_one_decoder_reads_files() -> None:
 def test_only_cli_prints() -> None:
     found = []
     for name, path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             if called and not name.startswith("cli"):
                 found.append(f"{name}:{node.lineno}")
@@ -248,7 +258,7 @@ def test_no_swallowed_exceptions() -> None:
     found = [
         f"{name}:{node.lineno}"
         for name, path in _modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.ExceptHandler) and _swallows(node)
     ]
     assert not found, found
