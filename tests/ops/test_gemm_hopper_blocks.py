@@ -94,7 +94,7 @@ def test_values(shape: tuple[int, ...], hopper: AnyOp) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 384, 2064), (100, 256, 4096), (1000, 640, 528)], ids=shape_id)
+@pytest.mark.parametrize("shape", [(16, 256, 2064), (100, 256, 4096), (1000, 768, 528)], ids=shape_id)
 @pytest.mark.parametrize("out", [BF16, F32], ids=name)
 def test_configurations(out: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> None:
     for activation in (None, "silu_and_mul"):
@@ -265,13 +265,15 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
     assert "float8_e4m3fn" in str(launch_blocks.refusal(integers))
 
 
-def test_it_is_for_sm_90_and_runs_where_a_measured_row_names_it(device: str) -> None:
-    call = blocked(8, 128, 128, device)
+def test_it_is_for_sm_90_and_for_more_than_16_rows(device: str) -> None:
+    call = blocked(16, 128, 128, device)
     if hardware.detect().arch != "sm_90":
         with pytest.raises(Unsupported, match=r"sm_90|Gluon"):
             gemm.run(BLOCKS, call)
     assert gemm.backends[BLOCKS].opt_in(call) is not None
     assert gemm.decide(call).backend != BLOCKS
+    more = gemm.backends[BLOCKS].opt_in(blocked(17, 128, 128, device))
+    assert (more is None) == (device != "cpu")
 
 
 def test_tiles_that_there_are_not_are_refused() -> None:
