@@ -6,8 +6,8 @@ a has a scale for 128 columns of a row, the weight one for 128 × 128 values. La
 DeepSeek-V3. Kernels: the default of the portable `triton`, and every configuration of `triton_hopper_blocks` that
 `wavecrest tune` tries. cuBLAS runs `torch._scaled_mm` with a scale for the tensor and with one a row and column, whose
 numbers are not the same product, and with scales of blocks where this version of PyTorch has that, a's laid out before;
-as the backend `torch` its time has that copy. Each backend's answer is held against the op's definition within the bound
-that `wavecrest tune` admits kernels by; what is beyond it has no time, and the exit code is 1. Caches are cold.
+as the backend `torch` its time has that copy. Each backend's answer is held against the op's definition within the
+bound that `wavecrest tune` admits kernels by; what is beyond it has no time, and the exit code is 1. Caches are cold.
 `of_bandwidth`: bytes of the weight by the time, of a large copy's.
 """
 
@@ -116,11 +116,8 @@ def case_of(M: int, N: int, K: int, seconds: float, gbps: float) -> Row:
     for name, (backend, config) in works(call).items():
         run = _bound(call, backend, config)
         off = float(((run(call).double() - wanted).abs() / bound).nan_to_num(torch.inf).max())
-        rows[name] = {
-            "backend": backend,
-            "config": dict(config.kwargs) if config else None,
-            "of_bound": off if off < 1e30 else str(off),
-        }
+        kept = None if config is None else dict(config.kwargs)
+        rows[name] = {"backend": backend, "config": kept, "of_bound": off if off < 1e30 else str(off)}
         if off <= 1.0:
             timed[name] = partial(run, call)
     timed |= peers(call)
