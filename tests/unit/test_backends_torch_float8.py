@@ -222,3 +222,14 @@ def test_the_default_with_scales_of_blocks(call: Any, chosen: str, monkeypatch: 
     one = call()
     found = op.decide_as(op.key(one), one)
     assert found.backend == chosen, found.refused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 24, 1000])
+@pytest.mark.usefixtures("as_on_sm_90")
+def test_scales_of_blocks_on_a_gpu(count: int) -> None:
+    """Within what `wavecrest tune` admits backends by; in a compiled function too."""
+    call = blocked(count, 1040, 2048)
+    wanted = op.reference(call).double()
+    for run in (backend.bind(call), torch.compile(backend.run, fullgraph=True)):
+        assert bool(((run(call).double() - wanted).abs() <= op.study.bound(call)).all())
