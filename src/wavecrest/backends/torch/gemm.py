@@ -24,9 +24,9 @@ from wavecrest.ops.common.quantized import reference as quantized
 
 Bound = Callable[[GemmCall], Tensor]
 
-# rows up to which the default with block scales is a kernel of wavecrest. On one H200 (2026-11-26, benchmarks/fp8_blocks.py)
-# cuBLAS was behind `triton_hopper_blocks` in 17 of 20 calls of up to 128 rows, and up to 14 % ahead from 1,024 rows on,
-# its copy of a's scales not counted; there is no time between
+# rows up to which the default with block scales is a kernel of wavecrest. On one H200 (2026-11-26,
+# benchmarks/fp8_blocks.py) cuBLAS was behind `triton_hopper_blocks` in 17 of 20 calls of up to 128 rows, and up to 14 %
+# ahead from 1,024 rows on, its copy of a's scales not counted; there is no time between
 FEW_BLOCK_ROWS = 512
 # and behind `triton` in all calls of 16 rows but one of 14,336 columns
 FEWEST_BLOCK_ROWS = 16
