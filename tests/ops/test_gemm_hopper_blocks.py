@@ -287,6 +287,24 @@ def test_tiles_that_there_are_not_are_refused() -> None:
         launch_blocks.launch(call._replace(activation="silu_and_mul"), y, known, SM_90)
 
 
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [
+        # the fastest on one H200 (2026-11-26, benchmarks/fp8_blocks.py)
+        ((16, 4096, 4096), configs.hopper_blocks(1, 128, 1, 8, 8, 4)),
+        ((32, 2048, 7168), configs.hopper_blocks(1, 128, 1, 8, 8, 8)),
+        ((64, 4096, 4096), configs.hopper_blocks(1, 32, 1, 12, 8)),
+        ((64, 4096, 14336), configs.hopper_blocks(1, 128, 1, 8, 8, 4)),
+        ((128, 2048, 7168), configs.hopper_blocks(1, 64, 1, 10, 8, 2)),
+        ((128, 14336, 4096), configs.hopper_blocks(2, 128, 1, 6, 8)),
+        ((1024, 2048, 7168), configs.hopper_blocks(2, 128, 1, 6, 16)),
+        ((4096, 4096, 14336), configs.hopper_blocks(2, 128, 2, 4, 16)),
+    ],
+)
+def test_the_default_is_what_was_fastest(shape: tuple[int, ...], measured: Config) -> None:
+    assert configs.hopper_blocks_of(shape_of(key_of(shaped(*shape))), SM_90) == measured
+
+
 @pytest.mark.parametrize("rows", [1, 64, 128, 8192])
 @pytest.mark.parametrize("gated", [False, True])
 def test_configurations_fit(gated: bool, rows: int) -> None:
