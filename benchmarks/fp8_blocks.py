@@ -5,9 +5,10 @@
 a has a scale for 128 columns of a row, the weight one for 128 × 128 values. Layers are those of Llama 3 8B and
 DeepSeek-V3. Kernels: the default of the portable `triton`, and every configuration of `triton_hopper_blocks` that
 `wavecrest tune` tries. cuBLAS runs `torch._scaled_mm` with a scale for the tensor and with one a row and column, whose
-numbers are not the same product, and with scales of blocks where this version of PyTorch has that. Each kernel's answer
-is held against the op's definition within the bound that `wavecrest tune` admits kernels by; what is beyond it has no
-time, and the exit code is 1. Caches are cold. `of_bandwidth`: bytes of the weight by the time, of a large copy's.
+numbers are not the same product, and with scales of blocks where this version of PyTorch has that, a's laid out before;
+as the backend `torch` its time has that copy. Each backend's answer is held against the op's definition within the
+bound that `wavecrest tune` admits kernels by; what is beyond it has no time, and the exit code is 1. Caches are cold.
+`of_bandwidth`: bytes of the weight by the time, of a large copy's.
 """
 
 from __future__ import annotations
@@ -89,13 +90,21 @@ def blockwise(call: GemmCall) -> tuple[Work | None, str]:
 
 
 def works(call: GemmCall) -> dict[str, tuple[str, Any]]:
-    """Backend and configuration of all of wavecrest's kernels, by name."""
-    found = {"triton": ("triton", op.backends["triton"].default_config(key_of(call)))}
+    """Backend and configuration of all that wavecrest chooses from, by name."""
+    found: dict[str, tuple[str, Any]] = {"triton": ("triton", op.backends["triton"].default_config(key_of(call)))}
+    if op.backends["torch"].refuse(call) is None:
+        found["torch"] = "torch", None
     for config in space.blocks_space(key_of(call), ARCHS["sm_90"]):
         split = f" in {config['SPLIT_K']}" if config["SPLIT_K"] > 1 else ""
         tile = f"{64 * config['GROUPS']}x{config['HALVES'] * config['BLOCK_N']}"
         found[f"{tile} {config['STAGES']} stages groups of {config['GROUP_M']}{split}"] = NAME, config
     return found
+
+
+def _bound(call: GemmCall, backend: str, config: Any) -> Callable[[GemmCall], Tensor]:
+    bind: Any = op.backends[backend].bind
+    run: Callable[[GemmCall], Tensor] = bind(call) if config is None else bind(call, config)
+    return run
 
 
 def case_of(M: int, N: int, K: int, seconds: float, gbps: float) -> Row:
@@ -105,9 +114,10 @@ def case_of(M: int, N: int, K: int, seconds: float, gbps: float) -> Row:
     rows: dict[str, Row] = {}
     timed: dict[str, Work] = {}
     for name, (backend, config) in works(call).items():
-        run = op.backends[backend].bind(call, config)
+        run = _bound(call, backend, config)
         off = float(((run(call).double() - wanted).abs() / bound).nan_to_num(torch.inf).max())
-        rows[name] = {"backend": backend, "config": dict(config.kwargs), "of_bound": off if off < 1e30 else str(off)}
+        kept = None if config is None else dict(config.kwargs)
+        rows[name] = {"backend": backend, "config": kept, "of_bound": off if off < 1e30 else str(off)}
         if off <= 1.0:
             timed[name] = partial(run, call)
     timed |= peers(call)
@@ -136,7 +146,7 @@ def shown(row: Row) -> str:
     rows, best, default = row["rows"], row["best"], row["default"]
     lines = ["x".join(map(str, row["shape"]))]
     wrong = [name for name, one in rows.items() if "of_bound" in one and "ms" not in one]
-    for name in dict.fromkeys((best, default, "triton", TENSOR, CHANNEL, BLOCKWISE)):
+    for name in dict.fromkeys((best, default, "triton", "torch", TENSOR, CHANNEL, BLOCKWISE)):
         one = rows.get(name, {})
         if "ms" not in one:
             lines.append(f"  {name}: {one.get('problem') or one.get('of_bound')}")
@@ -167,7 +177,7 @@ def main() -> int:
     with torch.no_grad():
         # all kernels are compiled first, side by side
         calls = [made(M, *WEIGHTS[0]) for M in (16, 64, 128, 1024) if M in arguments.rows]
-        warmup.rehearse(lambda: [op.backends[one].bind(x, how)(x) for x in calls for one, how in works(x).values()])
+        warmup.rehearse(lambda: [_bound(x, one, how)(x) for x in calls for one, how in works(x).values()])
         for N, K in WEIGHTS:
             for M in arguments.rows:
                 row = case_of(M, N, K, arguments.seconds, gbps)

@@ -94,7 +94,7 @@ def test_values(shape: tuple[int, ...], hopper: AnyOp) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 384, 2064), (100, 256, 4096), (1000, 640, 528)], ids=shape_id)
+@pytest.mark.parametrize("shape", [(16, 256, 2064), (100, 256, 4096), (1000, 768, 528)], ids=shape_id)
 @pytest.mark.parametrize("out", [BF16, F32], ids=name)
 def test_configurations(out: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> None:
     for activation in (None, "silu_and_mul"):
@@ -265,13 +265,15 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
     assert "float8_e4m3fn" in str(launch_blocks.refusal(integers))
 
 
-def test_it_is_for_sm_90_and_runs_where_a_measured_row_names_it(device: str) -> None:
-    call = blocked(8, 128, 128, device)
+def test_it_is_for_sm_90_and_for_more_than_16_rows(device: str) -> None:
+    call = blocked(16, 128, 128, device)
     if hardware.detect().arch != "sm_90":
         with pytest.raises(Unsupported, match=r"sm_90|Gluon"):
             gemm.run(BLOCKS, call)
     assert gemm.backends[BLOCKS].opt_in(call) is not None
     assert gemm.decide(call).backend != BLOCKS
+    more = gemm.backends[BLOCKS].opt_in(blocked(17, 128, 128, device))
+    assert (more is None) == (device != "cpu")
 
 
 def test_tiles_that_there_are_not_are_refused() -> None:
@@ -283,6 +285,24 @@ def test_tiles_that_there_are_not_are_refused() -> None:
             launch_blocks.launch(call, y, Config(**(known.kwargs | wrong)), SM_90)
     with pytest.raises(InvalidArgument, match="HALVES is 2"):
         launch_blocks.launch(call._replace(activation="silu_and_mul"), y, known, SM_90)
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [
+        # the fastest on one H200 (2026-11-26, benchmarks/fp8_blocks.py)
+        ((16, 4096, 4096), configs.hopper_blocks(1, 128, 1, 8, 8, 4)),
+        ((32, 2048, 7168), configs.hopper_blocks(1, 128, 1, 8, 8, 8)),
+        ((64, 4096, 4096), configs.hopper_blocks(1, 32, 1, 12, 8)),
+        ((64, 4096, 14336), configs.hopper_blocks(1, 128, 1, 8, 8, 4)),
+        ((128, 2048, 7168), configs.hopper_blocks(1, 64, 1, 10, 8, 2)),
+        ((128, 14336, 4096), configs.hopper_blocks(2, 128, 1, 6, 8)),
+        ((1024, 2048, 7168), configs.hopper_blocks(2, 128, 1, 6, 16)),
+        ((4096, 4096, 14336), configs.hopper_blocks(2, 128, 2, 4, 16)),
+    ],
+)
+def test_the_default_is_what_was_fastest(shape: tuple[int, ...], measured: Config) -> None:
+    assert configs.hopper_blocks_of(shape_of(key_of(shaped(*shape))), SM_90) == measured
 
 
 @pytest.mark.parametrize("rows", [1, 64, 128, 8192])

@@ -46,7 +46,9 @@ def _refuse(call: GemmCall) -> str | None:
 
 
 def _opt_in(call: GemmCall) -> str | None:
-    return "runs two operations of PyTorch on a CPU, as torch does" if call.a.device.type == "cpu" else None
+    if call.a.device.type == "cpu":
+        return "runs two operations of PyTorch on a CPU, as torch does"
+    return native.opt_in(call)
 
 
 def bind(call: GemmCall) -> native.Bound:

@@ -156,9 +156,14 @@ def load_quantized(model: nn.Module, path: str | Path, *, device: torch.device |
 
 
 def loaded(
-    model: nn.Module, formats: dict[str, str], changes: Changes, before: int, kv_cache: str | None = None
+    model: nn.Module,
+    formats: dict[str, str],
+    changes: Changes,
+    before: int,
+    kv_cache: str | None = None,
+    left: Mapping[str, str] | None = None,
 ) -> Quantized:
-    """The result for a model whose weights came quantized, of `before` bytes before."""
+    """The result for a model whose weights came quantized, of `before` bytes before; `left`: why layers are not."""
     rows = []
     # the dtype that experts stand for is the model's
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.bfloat16)
@@ -170,7 +175,8 @@ def loaded(
             continue
         weight = module.get_parameter("weight")
         full = weight.numel() * weight.element_size()
-        rows.append(LayerRow(path, formats.get(path), "", full, _stored_bytes(weight)))
+        reason = "" if left is None else left.get(path, "")
+        rows.append(LayerRow(path, formats.get(path), reason, full, _stored_bytes(weight)))
     cache = None if kv_cache is None else CacheRow(kv_cache)
     report = QuantizeReport(type(model).__name__, tuple(rows), before, bytes_of(model), kv_cache=cache)
     return Quantized(model, formats, report, changes, kv_cache)

@@ -12,14 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
+import wavecrest.ops.common.target as _target
 from wavecrest.backends.torch.common import PRIORITY, ROUNDED, UNROUNDED, rounds, settings_of
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import FAST_ACCUM, FLOATS, GATED, GemmCall, kinds
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.common.quantized import reference as quantized
 
 Bound = Callable[[GemmCall], Tensor]
+
+# rows up to which the default with block scales is a kernel of wavecrest. On one H200 (2026-11-26,
+# benchmarks/fp8_blocks.py) cuBLAS was behind `triton_hopper_blocks` in 17 of 20 calls of up to 128 rows, and up to 14 %
+# ahead from 1,024 rows on, its copy of a's scales not counted; there is no time between
+FEW_BLOCK_ROWS = 512
+# and behind `triton` in all calls of 16 rows but one of 14,336 columns
+FEWEST_BLOCK_ROWS = 16
+# columns of K whose scales of b fill 16 bytes: versions of PyTorch differ in how it has others laid out
+BLOCK_COLUMNS = 512
 
 
 def more_than_linear(call: GemmCall) -> str | None:
@@ -74,13 +86,48 @@ def _refuse_float8(call: GemmCall) -> str | None:
         return "multiplies 8-bit floats of one matrix b, with K and N that are multiples of 16"
     if call.a.dtype == call.b.dtype == torch.float8_e5m2:
         return "does not multiply float8_e5m2 by float8_e5m2"
-    if kinds(call) not in (("tensor", "tensor"), ("vector", "vector"), ("none", "none")):
+    blocks = kinds(call) == ("block", "block")
+    if blocks and (reason := _refuse_blocks(call)) is not None:
+        return reason
+    if not blocks and kinds(call) not in (("tensor", "tensor"), ("vector", "vector"), ("none", "none")):
         return f"applies scales to tensors, or to rows and columns, not {' and '.join(kinds(call))}"
     if call.b.stride(-2) != 1 or call.dtype == torch.int8:
         return "multiplies 8-bit floats with b contiguous along K"
     if call.b.stride(-1) % 16 != 0:
         # CUBLAS_STATUS_NOT_SUPPORTED (H200, torch 2.11); a copy of b on every call is no choice
         return "multiplies 8-bit floats with columns of b that begin a multiple of 16 bytes apart"
+    return None
+
+
+def _refuse_blocks(call: GemmCall) -> str | None:
+    """The reason why PyTorch has no GEMM for these 8-bit floats with block scales here."""
+    arch = _target.arch()
+    if arch is None or arch.name != "sm_90" or not _has_blocks():
+        return "applies scales of blocks on sm_90, in PyTorch 2.10 and later with CUDA 12.9 and later"
+    if call.K % BLOCK_COLUMNS != 0:
+        return f"applies scales of blocks where K is a multiple of {BLOCK_COLUMNS}"
+    if call.dtype != torch.bfloat16:
+        return "applies scales of blocks for a result of bfloat16"
+    return None
+
+
+@constant_in_graphs
+def _has_blocks() -> bool:
+    """True if this PyTorch names scales of 128 × 128, and its cuBLAS has them."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return hasattr(getattr(F, "ScalingType", None), "BlockWise128x128") and version >= (12, 9)
+
+
+def opt_in(call: GemmCall) -> str | None:
+    """The reason why a call that PyTorch takes runs here only where a measured row names it."""
+    if kinds(call) != ("block", "block") or call.a.dtype.itemsize != 1 or call.a.dtype == torch.int8:
+        return None
+    rows = row_bucket(call.M)
+    if rows <= FEWEST_BLOCK_ROWS:
+        return f"is behind triton up to {FEWEST_BLOCK_ROWS} rows where scales are of blocks"
+    more = call.bias is not None or call.activation is not None
+    if (rows <= FEW_BLOCK_ROWS or more) and _blocks.refusal(call) is None:
+        return f"is left to {_blocks.NAME} up to {FEW_BLOCK_ROWS} rows, or where a pass for bias or activation is saved"
     return None
 
 
@@ -228,7 +275,33 @@ def _by_rows(vector: Tensor, like: Tensor) -> tuple[int, ...]:
     return () if vector.numel() == 1 else (*like.shape[:-1], 1)
 
 
+def _bind_blocks(call: GemmCall) -> Bound:
+    """With scales of blocks, a's as cuBLASLt takes them: those of one block for all rows side by side."""
+    M, K, shape = call.M, call.K, (*call.a.shape[:-1], call.columns)
+    # all that was measured has rows in sixteens, where each block's scales begin at multiples of 16 bytes
+    padding = -M % 16
+
+    def run(call: GemmCall) -> Tensor:
+        a, b, scale_a, scale_b = call.a.reshape(M, K), call.b, call.scale_a, call.scale_b
+        assert scale_a is not None and scale_b is not None
+        if padding:
+            # as bytes, which every version pads
+            a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
+            scale_a = F.pad(scale_a, (0, 0, 0, padding))
+        elif not _takes_float8(a):
+            a = a.clone(memory_format=torch.contiguous_format)
+        if not _takes_float8(b.mT):
+            b = b.mT.clone(memory_format=torch.contiguous_format).mT
+        scale_a, scale_b = scale_a.mT.contiguous().mT, scale_b.mT.contiguous().mT
+        y = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
+        return y[:M].reshape(shape)
+
+    return run
+
+
 def _bind_float8(call: GemmCall) -> Bound:
+    if kinds(call) == ("block", "block"):
+        return _bind_blocks(call)
     M, K, shape, kind = call.M, call.K, (*call.a.shape[:-1], call.columns), kinds(call)[0]
     out = call.dtype if call.dtype in FLOATS else torch.bfloat16
     fast = call.precision == FAST_ACCUM
@@ -297,4 +370,4 @@ def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCa
     return epilogue
 
 
-op.attach("torch", run, refuse=refuse, bind=bind, priority=PRIORITY)
+op.attach("torch", run, refuse=refuse, opt_in=opt_in, bind=bind, priority=PRIORITY)

@@ -19,7 +19,7 @@ import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.custom_op import custom_op_of
 from wavecrest.dispatch.decision import Key
-from wavecrest.dispatch.keys import name_of
+from wavecrest.dispatch.keys import name_of, row_bucket
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
@@ -30,6 +30,8 @@ from wavecrest.ops._gemm.reference import reference
 # below PyTorch's: a library's GEMM is the default until a measured row says otherwise
 PRIORITY = 5
 MEASURED = "runs where a measured row names it"
+# above the portable kernel's, which takes twice its time from 128 rows on (one H200, 2026-11-26)
+BLOCKS_PRIORITY = PRIORITY + 1
 TAILED = "has one dtype for all columns of b"
 
 op: Op[GemmCall, Tensor] = Op(
@@ -105,6 +107,11 @@ def _opt_in(_call: GemmCall) -> str:
 
 def _opt_in_gemv(call: GemmCall) -> str | None:
     return None if call.tail is not None else MEASURED
+
+
+def _opt_in_blocks(call: GemmCall) -> str | None:
+    # tiles of 16 rows of the portable kernel are faster there, in each shape of benchmarks/fp8_blocks.py
+    return MEASURED if row_bucket(call.M) <= _config.FEW_ROWS else None
 
 
 def default_config(make: Callable[[_config.Shape, Arch | None], Config], key: Key) -> Config:
@@ -189,8 +196,8 @@ op.attach_kernel(
     _bind_blocks,
     run=_run_blocks,
     refuse=_refuse_blocks,
-    opt_in=_opt_in,
-    priority=PRIORITY,
+    opt_in=_opt_in_blocks,
+    priority=BLOCKS_PRIORITY,
     default_config=partial(default_config, _config.hopper_blocks_of),
 )
 op.attach_kernel(

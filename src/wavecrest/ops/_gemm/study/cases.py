@@ -168,7 +168,7 @@ def _block_cases(f8: torch.dtype, arch: Arch) -> dict[str, _launcher.Launch]:
             4096, 6144, 4096, f8, bias=bias, activation="gelu", out_dtype=torch.float16
         ),
         "hopper blocks silu_and_mul": _blocked(4096, 28672, 4096, f8, activation="silu_and_mul"),
-        "hopper blocks rows=16": _blocked(16, 4096, 4096, f8),
+        "hopper blocks rows=16 parts": _blocked(16, 4096, 4096, f8),
         "hopper blocks rows=128 parts": _blocked(128, 2048, 7168, f8),
     }
     cases = {}
