@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 def runs(evidence: Path = EVIDENCE) -> dict[str, dict[str, Run]]:
-    """By machine and model, the newest run; one that was done goes before one that was not.
+    """By machine and model, the newest run; one that was done goes before one that has not all of its cases.
 
     Raises:
         RecordError: a record is damaged.
@@ -59,8 +59,9 @@ def runs(evidence: Path = EVIDENCE) -> dict[str, dict[str, Run]]:
         for one in files.read_json(path, what="record")["runs"]:
             machine = found.setdefault(path.parent.name, {})
             before = machine.get(one["part"])
-            if before is None or one["ended"] == "done" or before.ended != "done":
-                rows = {row["case"]: row for row in one["rows"]}
+            rows = {row["case"]: row for row in one["rows"]}
+            whole = one["ended"] == "done" or (before is not None and rows.keys() >= before.rows.keys())
+            if before is None or whole or before.ended != "done":
                 machine[one["part"]] = Run(one["part"], one["ended"], one["header"], rows, path)
     return found
 
@@ -109,12 +110,17 @@ def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
                 f"**Measured** {header['created'][:10]}, {versions}, commit {header['commit']}, "
                 f"`{_cell(header['command'])}`. Record: [`{path.name}`](../evidence/{machine}/{path.name})."
             )
-    ratios = [run.figures["ratio"] for run in measured.values() if run.figures]
+    names = _peers(measured)
+    timed = [run for run in measured.values() if run.figures]
+    # the best of some peers may not be the best of all
+    ratios = [run.figures["ratio"] for run in timed if run.rows.keys() >= set(names)]
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        rest = len(timed) - len(ratios)
         yield (
             f"Geometric mean over {len(ratios)} {'models' if len(ratios) > 1 else 'model'}: {mean:.2f}× the best peer "
             f"({min(ratios):.2f}–{max(ratios):.2f}); {sum(ratio < 0.98 for ratio in ratios)} below 0.98."
+            + (f" {rest} not counted, as time ran out before all peers were timed." if rest else "")
         )
     yield "\n".join(_table(measured))
     seeds = [measured[name] for name in SEEDS if name in measured and measured[name].figures]
@@ -122,8 +128,12 @@ def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
         yield "\n".join(_seeds(seeds))
 
 
+def _peers(measured: dict[str, Run]) -> list[str]:
+    return [peer.name for peer in PEERS if any(peer.name in run.rows for run in measured.values())]
+
+
 def _table(measured: dict[str, Run]) -> Iterator[str]:
-    names = [peer.name for peer in PEERS if any(peer.name in run.rows for run in measured.values())]
+    names = _peers(measured)
     heads = ["model", *(f"{name}, ms" for name in names), "wavecrest, ms", "rate", "× best", "% of roofline", "seconds"]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"

@@ -437,8 +437,21 @@ def test_a_captured_step_on_a_gpu() -> None:
     for layer, own in zip(caches[0].layers, caches[1].layers, strict=True):
         for name in ("keys", "values", "cumulative_length"):
             getattr(layer, name).copy_(getattr(own, name))
+    # two ways to round bfloat16 are as far from float32 as each other: on an H200 2 of 3,072 keys were 0.07 apart
+    exact = copy.deepcopy(model).float()
+    true = after(exact, ids(2, PROMPT).to("cuda"))
     for _ in range(3):
         graph.replay()
-        want = logits(model, tokens, caches[1])
-        torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
-        assert_state(caches[0], caches[1], torch.bfloat16)
+        want, right = logits(model, tokens, caches[1]), logits(exact, tokens, true)
+        assert distance(got, right) <= 2 * distance(want, right) + 1e-3
+        for mine, theirs, ideal in zip(caches[0].layers, caches[1].layers, true.layers, strict=True):
+            assert torch.equal(mine.cumulative_length, theirs.cumulative_length)
+            for name in ("keys", "values"):
+                ours_, own, best = getattr(mine, name), getattr(theirs, name), getattr(ideal, name)
+                assert torch.equal(ours_.ne(0).any(-1), own.ne(0).any(-1))
+                assert distance(ours_, best) <= 2 * distance(own, best) + 1e-3
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max())

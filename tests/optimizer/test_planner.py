@@ -269,7 +269,7 @@ def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
 
 @pytest.mark.parametrize(("budget", "looks"), [(300.0, 2), (65.0, 1)])
 def test_a_model_is_traced_again_only_where_there_is_time_for_that(run: Run, budget: float, looks: int) -> None:
-    """What was not found before a step was kept may be there behind it; tracing was seen to take 30 s."""
+    """A step may find behind a kept one what it did not find before; tracing was seen to take 30 s."""
 
     class Vain(Traces):
         id = title = "vain"
