@@ -267,6 +267,27 @@ def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
         assert rows["gain"].reason.startswith(reason)
 
 
+def test_sites_that_a_kept_step_made_are_looked_for_before_a_step_without_a_prediction(run: Run) -> None:
+    """Looking takes more than a part of the budget, so that steps do not look again by themselves."""
+
+    class Behind(TakePauseOut):
+        id = title = "behind"
+
+        def find(self, context: StepContext) -> Found:
+            CLOCK.advance(4)
+            assert context.model is not None
+            return super().find(context) if context.model.pause < PAUSE else Found((), note="not there")
+
+    class Blind(Nothing):
+        id = title = "blind"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(None, "measured, not modelled")
+
+    order = tried(run(Blind(), Behind(), TakeHalfOut(), budget=150.0).record)
+    assert order[:3] == ["half", "behind", "blind"]
+
+
 @pytest.mark.parametrize(("budget", "looks"), [(300.0, 2), (65.0, 1)])
 def test_a_model_is_traced_again_only_where_there_is_time_for_that(run: Run, budget: float, looks: int) -> None:
     """A step may find behind a kept one what it did not find before; tracing was seen to take 30 s."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -162,6 +163,8 @@ def test_a_server_with_a_thread_or_a_gpu_says_so(folder: Path, monkeypatch: pyte
             _start(server, "go", folder / "seen")
     with ForkServer("not_there") as server:
         assert server.problem == "the server ended while it imported"
+    # other tests' libraries have threads in this process
+    monkeypatch.setattr(fork_server.threading, "enumerate", lambda: [threading.main_thread()])
     monkeypatch.setattr(fork_server, "_GPU_FILES", (str(folder),))
     with (folder / "gpu0").open("w"):
         assert fork_server._why_not() == f"its imports open {folder}/gpu0"

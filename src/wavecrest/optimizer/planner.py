@@ -170,8 +170,11 @@ class Planner:
                 # it is worth tracing the model now
                 self._look([chosen.step], again=True)
                 continue
-            # what was found on an earlier ground may be gone, and what was not found may be there now
-            doubtful = [chosen.step] if chosen else [one.step for one in candidates if not one.is_able]
+            # what was found on an earlier ground may be gone, and what was not found may be there now: it comes before
+            # a step of which nothing is predicted
+            doubtful = [chosen.step] if chosen else []
+            if chosen is None or chosen.prediction.ratio is None:
+                doubtful += [one.step for one in candidates if not one.is_able]
             doubtful = [step for step in doubtful if not step.traces or self._can_trace(step)]
             if not self._look(doubtful, again=True):
                 return chosen
