@@ -347,7 +347,7 @@ def test_calls_are_made_from_keys(name: str) -> None:
         ("gemm", {"batch": 4}), ("gemm", {"form": "int4 zeros"}), ("gemm", {"a": "words"}), ("gemm", {"rows": 0}),
         ("flash_attention", {"bias": "float32"}), ("flash_attention", {"dtype": "int8 p"}),
         ("flash_attention", {"packed": True}), ("flash_decoding", {"page": 64}), ("flash_decoding", {"alibi": True}),
-        ("flash_decoding", {"access": "apart append"}), ("rope", {"tokens": 0}), ("rope", {"leading": 3}),
+        ("flash_decoding", {"access": "any append"}), ("rope", {"tokens": 0}), ("rope", {"leading": 3}),
     ],
 )  # fmt: skip
 def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, Any]) -> None:
