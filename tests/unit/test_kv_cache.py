@@ -603,7 +603,17 @@ def test_a_generations_cache_is_the_first_within_its_limit(monkeypatch: pytest.M
     assert "key-value cache in int8, 10,240 → 2,880 bytes, on the prompts: kl " in text
     assert "optimized, with int8, 3.00× [2.50, 3.50] of it" in text
     assert json.loads(generate.write(found, tmp_path).read_text())["cache"]["format"] == "int8"
-    assert plain.throughput(plain.model).unquantized is None
+    alone = plain.throughput(plain.model)
+    assert alone.unquantized is None and alone.not_compared == ""
+
+    def windowed(*_: Any) -> Any:
+        raise WorkloadError("a sliding window")
+
+    # the reason is told where there is nothing to compare with
+    monkeypatch.setattr(generate, "of", windowed)
+    found = workload.throughput(workload.model)
+    assert found.unquantized is None
+    assert found.lines()[-1] == "not compared with a cache in the model's dtype: a sliding window"
 
 
 def test_the_gate_compares_the_bits_of_a_cache() -> None:

@@ -80,6 +80,7 @@ class Throughput:
         kv_cache: format of the cache of all three, or None.
         cache: that format with its quality on the prompts, where a limit was given; or None.
         unquantized: the original without that format; None without a format, or where it cannot be.
+        not_compared: why it cannot be, or an empty string.
     """
 
     batch: int
@@ -98,6 +99,7 @@ class Throughput:
     kv_cache: str | None = None
     cache: CacheRow | None = None
     unquantized: Unquantized | None = None
+    not_compared: str = ""
 
     def lines(self) -> list[str]:
         """The result as lines of text."""
@@ -122,6 +124,8 @@ class Throughput:
                 f"{self.kv_cache}, {one.ratio:.2f}× [{one.low:.2f}, {one.high:.2f}] of it, {one.same_ids:.1%} of the "
                 "token ids the same"
             )
+        if self.not_compared:
+            lines.append(f"not compared with a cache in the model's dtype: {self.not_compared}")
         return lines
 
 
@@ -203,25 +207,30 @@ class Generation(Workload):
         works = (self.generate, lambda: self.generate(optimized), self.by_library)
         pair = timing.measure_pair(works[0], works[1], device=self.device, seconds=seconds)
         other = timing.measure_pair(works[2], works[1], device=self.device, seconds=seconds)
+        plain = self._unquantized(optimized, got, seconds)
         return Throughput(
             batch=self.tokens.shape[0], prompt=self.tokens.shape[1], new=new, original=count / pair.base_ms * 1e3,
             optimized=count / pair.new_ms * 1e3, ratio=pair.ratio, low=pair.ci.low, high=pair.ci.high,
             library=count / other.base_ms * 1e3, library_ratio=other.ratio, library_low=other.ci.low,
             library_high=other.ci.high, same_ids=torch.equal(want, got) and torch.equal(want, own),
             kv_cache=self.options.get("kv_cache"), cache=self.cache,
-            unquantized=self._unquantized(optimized, got, seconds),
+            unquantized=None if isinstance(plain, str) else plain,
+            not_compared=plain if isinstance(plain, str) else "",
         )  # fmt: skip
 
-    def _unquantized(self, optimized: nn.Module, got: Tensor, seconds: float) -> Unquantized | None:
-        """The original with transformers' cache beside the optimized model, which makes `got`."""
+    def _unquantized(self, optimized: nn.Module, got: Tensor, seconds: float) -> Unquantized | str:
+        """The original with transformers' cache beside the optimized model, which makes `got`; or why it is not there.
+
+        An empty string without a quantized cache.
+        """
         if self.options.get("kv_cache") is None:
-            return None
+            return ""
         options = {name: value for name, value in self.options.items() if name not in OWN_OPTIONS}
         try:
             plain = of(self.step.inner, self.tokens, options)
-        except WorkloadError:
-            # a window, which transformers' cache counts in Python
-            return None
+        except WorkloadError as error:
+            # such as a window, which transformers' cache counts in Python
+            return str(error)
         want, first = plain.generate(), self.tokens.shape[1]
         pair = timing.measure_pair(
             plain.generate, lambda: self.generate(optimized), device=self.device, seconds=seconds

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wavecrest.errors import Unsupported
 from wavecrest.nn.rotary import rotate_qk
+from wavecrest.nn.stand_in import StandIn
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 
 _MISUSED = (
@@ -23,17 +24,8 @@ _MISUSED = (
 )
 
 
-class _Held:
-    """Base of the stand-ins: nothing can be read off one, or computed with it, but what its class says."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise Unsupported(_MISUSED)
-
-    @classmethod
-    def __torch_function__(cls, *_args: Any, **_more: Any) -> Any:
-        raise Unsupported(_MISUSED)
+class _Held(StandIn):
+    misused = _MISUSED
 
 
 class Angles(_Held):

@@ -10,6 +10,7 @@ from torch import Tensor
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.nn.stand_in import StandIn
 from wavecrest.ops._flash_decoding.call import FOUR_BITS, MAX_HEAD_DIM, MAX_TOKENS, FlashDecodingCall
 from wavecrest.ops.common.quantized import kernel_refusal
 from wavecrest.ops.packed.cache import GROUPS, dequantize, quantize_cache, quantize_cache_8bit
@@ -226,7 +227,7 @@ class KVStore:
         return one.view(torch.uint8).index_select(1, places).view(one.dtype)
 
 
-class Cached:
+class Cached(StandIn):
     """Keys, or values, that a quantized cache gives a model in the place of a tensor: new ones, and its memory.
 
     `attend` writes the new ones and reads the memory. Whatever else is done with it is an error that says what to do.
@@ -237,18 +238,14 @@ class Cached:
         end: the number of tokens with these, an integer tensor without dimensions.
     """
 
+    misused = (
+        "keys and values of a quantized cache can be read by wavecrest's attention alone: call "
+        "wavecrest.integrations.transformers.use_attention(model), or use a cache of transformers"
+    )
+
     def __init__(self, store: KVStore, k: Tensor, v: Tensor, end: Tensor) -> None:
         """Hold new keys and values."""
         self.store, self.k, self.v, self.end = store, k, v, end
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise Unsupported(_MISUSED)
-
-    @classmethod
-    def __torch_function__(cls, *_args: Any, **_more: Any) -> Any:
-        raise Unsupported(_MISUSED)
 
     def plain(self, seen: int) -> tuple[Tensor, Tensor]:
         """The first `seen` keys and values as tensors [B, Hk, seen, …], the new ones unrounded; these are then stored.
@@ -265,9 +262,3 @@ class Cached:
             keys, values = keys.index_copy(2, places, self.k), values.index_copy(2, places, self.v)
         self.store.write(self.k.transpose(1, 2), self.v.transpose(1, 2), start)
         return keys, values
-
-
-_MISUSED = (
-    "keys and values of a quantized cache can be read by wavecrest's attention alone: call "
-    "wavecrest.integrations.transformers.use_attention(model), or use a cache of transformers"
-)
