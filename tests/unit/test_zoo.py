@@ -316,6 +316,22 @@ def test_the_page_shows_the_newest_run_that_was_done(tmp_path: Path) -> None:
     assert "2026-12-01_zoo_models.jsonl.gz" in text and "2026-12-02" not in text
 
 
+def test_a_run_that_was_stopped_counts_by_the_cases_it_has(tmp_path: Path) -> None:
+    """Behind its last peer it is as good as done; without a peer its best may not be the best, so no mean has it."""
+    done = {"part": "bert-base", "ended": "done", "seconds": 9.0, "summary": None, "rows": GOOD, "header": header()}
+    fast = [{**row, "seconds": 77.0} if row["case"] == "wavecrest" else row for row in GOOD]
+    some = [row for row in GOOD if row["case"] != "compile"]
+    record(tmp_path / "machine", "2026-12-01_zoo_models.jsonl.gz", done)
+    record(
+        tmp_path / "machine", "2026-12-02_zoo_models.jsonl.gz",
+        {**done, "ended": "stopped after 9 s", "rows": fast},
+        {**done, "part": "mlp", "ended": "stopped after 9 s", "rows": some},
+    )  # fmt: skip
+    text = page.page("generated", tmp_path)
+    assert "1.50× [1.35, 1.65] compile | 50 | 77 |" in text and "2026-12-01_zoo" not in text
+    assert "Geometric mean over 1 model: 1.50× the best peer (1.50–1.50); 0 below 0.98. 1 not counted, as time" in text
+
+
 def test_a_failed_run_is_shown_with_its_reason(tmp_path: Path) -> None:
     rows = [MODEL, {"case": "wavecrest", "problem": "OutOfMemoryError: no room", "seconds": 1.0}]
     run = {"part": "mlp", "ended": "done", "seconds": 9.0, "summary": None, "rows": rows, "header": header()}
