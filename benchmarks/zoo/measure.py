@@ -179,6 +179,7 @@ def outcome(record: OptimizeRecord, plan: Plan) -> Row:
             if step.verdict in TOLD or step.sites
         ],
         "final_s": _seconds(record.final_seconds), "final_expected_s": _seconds(record.final_expected),
+        "final_parts_s": {name: _seconds(seconds) for name, seconds in record.final_parts.items()},
         "notes": record.notes,
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware
+from wavecrest import hardware, records
 from wavecrest.errors import PlanError
 from wavecrest.graphs import fusions
 from wavecrest.graphs.inductor import strict_compilation
@@ -64,6 +64,28 @@ def test_found_right_and_replayed(step: str, workload: Workload, monkeypatch: py
         assert not failures(Gate.prepare(workload).check(made))
     prediction = step_by_id(step).predict(found, StepContext(workload, GPU))
     assert prediction.ratio == 1.0 and found.note in prediction.basis
+
+
+@pytest.mark.parametrize("step", ["compile:fusions", "compile:graph"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("attention", [0.0, 0.3])
+def test_no_prediction_is_above_what_was_hoped_for(step: str, compiled: bool, attention: float) -> None:
+    """Before a model is traced, a step counts with what it gains at best."""
+    shares = {"elementwise": 0.3, "normalisation": 0.1, "attention": attention, "gemm": 0.6 - attention}
+    rows = [records.CategoryTime(category=name, ms=share, share=share, calls=1) for name, share in shares.items()]
+    profile = records.BucketProfile(
+        bucket="b", wall_ms=1.0, kernel_ms=1.0, idle_ms=0.0, launches=4, categories=rows, ops=[], uncategorized=[]
+    )
+    context = StepContext(from_example(Block().eval(), torch.randn(2, 5, 8)), GPU, profile=[profile], compiled=compiled)
+    hoped = step_by_id(step).hope(context).ratio
+    assert hoped is not None
+    written_out = {"attend": True} if not attention else {}
+    predicted = step_by_id(step).predict(Found(("model",), {"backends": {"a": "b"}, **written_out}), context).ratio
+    fewer = step_by_id(step).predict(Found(("model",), {"backends": {}}), context).ratio
+    if step == "compile:graph" and compiled:
+        assert hoped == 1.0 and predicted is fewer is None
+    else:
+        assert predicted is not None and fewer is not None and hoped == predicted > fewer >= 1.0
 
 
 def test_nothing_to_fuse_and_other_devices_say_so(workload: Workload) -> None:

@@ -583,8 +583,8 @@ def test_the_result_is_measured_with_fresh_compiler_state(run: Run, monkeypatch:
     reset = torch._dynamo.reset
     monkeypatch.setattr(torch._dynamo, "reset", lambda: (told.append("reset"), reset()))
     run(TakePauseOut(), progress=Told())
-    end = told.index("final measurement")
-    assert told[end : end + 3] == ["final measurement", "reset", "final measurement: original, phase 1"]
+    end = told.index("final check of answers")
+    assert told[end : end + 3] == ["final check of answers", "reset", "final measurement: original, phase 1"]
     assert "gain" in told[:end]
 
 

@@ -247,6 +247,9 @@ class Traces(TakePauseOut):
     traces = True
     looked = 0
 
+    def hope(self, context: StepContext) -> Prediction:
+        return Prediction(1.05, "planted")
+
     def find(self, context: StepContext) -> Found:
         self.looked += 1
         CLOCK.advance(30)

@@ -113,7 +113,7 @@ def test_a_progress_display_is_told_everything(run: Run) -> None:
     told = Told()
     run(TakePauseOut(), Nothing(), progress=told)
     assert told.outcomes == [("gain", "kept"), ("noise", told.outcomes[1][1])]
-    assert told.phases[0] == "baseline" and "final measurement" in told.phases
+    assert told.phases[0] == "baseline" and "final check of answers" in told.phases
     assert told.phases.index("gain") < told.phases.index("noise")
     assert told.updates and all(done > 0 and planned > 0 for done, planned in told.updates)
 
@@ -127,7 +127,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 def test_progress_true_writes_lines(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     wavecrest.optimize(torch.nn.Linear(4, 4).eval(), torch.randn(2, 4), budget=40, progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "[0 s] baseline" and any(" noise" in line and " left] " in line for line in lines)
+    assert lines[0] == "[0:00] baseline" and any(" noise" in line and " left] " in line for line in lines)
     assert all(len(line) < 120 for line in lines)
 
 
@@ -141,8 +141,8 @@ def test_lines_fit_a_narrow_terminal_and_send_no_control_characters(monkeypatch:
     lines.phase("a piece of work whose name is longer than the terminal is wide: its second part")
     lines.outcome(StepOutcome(id="i", title="a\x1b[2Jb", level=3, verdict="kept", reason="", ratio=1.5))
     first, second = stream.getvalue().splitlines()
-    assert first == "[2 min, about 8 min left] a piece of w…" and len(first) == 39
-    assert second.startswith("[2 min, about 8 min left] kept a\\x1b[")
+    assert first == "[1:40, about 8 min left] a piece of wo…" and len(first) == 39
+    assert second.startswith("[1:40, about 8 min left] kept a\\x1b[")
 
 
 def test_the_time_to_come_is_within_the_budget(run: Run) -> None:
@@ -165,7 +165,7 @@ def test_progress_is_silent_unless_asked_or_looked_at(
     assert not captured.out and not captured.err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     wavecrest.optimize(model, x, budget=5)
-    assert capsys.readouterr().err.startswith("[0 s] baseline")
+    assert capsys.readouterr().err.startswith("[0:00] baseline")
 
 
 def test_a_file_that_is_missing_is_a_warning(quick: None, tmp_path: Path) -> None:

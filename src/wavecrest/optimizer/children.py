@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from pydantic import Field
 
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
@@ -85,13 +86,14 @@ class Task:
 
 
 class SideReport(files.Model):
-    """Result of a child process: samples in ms by bucket, and the checks that were asked for."""
+    """Result of a child process: samples in ms by bucket, the checks that were asked for, seconds of its parts."""
 
     clock: str
     times: dict[str, list[float]]
     numerics: list[BucketError]
     quality: list[QualityResult]
     warnings: list[str]
+    spent: dict[str, float] = Field(default_factory=dict)
 
 
 class Problem(files.Model):

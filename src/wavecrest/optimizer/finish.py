@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ def finish(run: RunState) -> None:
 
     `run.current` is then the model to return.
     """
-    run.progress.phase("final measurement")
+    if run.ledger.applied.steps:
+        run.progress.phase("final check of answers")
     torch._dynamo.reset()
     # the coverage table is that of the result, not of candidates that were turned down
     registry.forget()
@@ -68,16 +70,20 @@ def finish(run: RunState) -> None:
 
 
 def _final(run: RunState) -> Result:
+    begin = run.now()
     try:
         numerics = run.check(run.current, run.ledger.applied, final=True)
     except StepRefused as error:
         return _drop_last(run, str(error))
     problem = failures(numerics)
     quality = check_quality(run.workload, run.current)
+    _add_part(run, "check of answers", run.now() - begin)
     bad = [row for row in quality if not row.passed]
     if problem or bad:
         return _drop_last(run, problem or f"{bad[0].name} is {bad[0].value:g}, limit {bad[0].limit:g} {bad[0].detail}")
+    begin = run.now()
     claim = _measured(run)
+    _add_part(run, "measurement", run.now() - begin)
     run.ledger.add_claim(RESULT, claim)
     try:
         run.measurer.check_possible({row.bucket: row.new_ms for row in claim.speed})
@@ -100,6 +106,12 @@ def _final(run: RunState) -> Result:
         peak_memory_before=run.measurer.peak_memory(run.workload.model),
         peak_memory_after=run.measurer.peak_memory(run.current),
     )
+
+
+def _add_part(run: RunState, name: str, seconds: float) -> None:
+    """Add to the seconds of a part of the end; a result that loses a step is checked again."""
+    parts = run.ledger.record.final_parts
+    parts[name] = parts.get(name, 0.0) + seconds
 
 
 def _measured(run: RunState) -> Claim:
@@ -144,6 +156,7 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
     calls = peak - torch.cuda.memory_allocated() if peak is not None else 0
     # the original's process holds no weights that steps have made
     memory = memory_of(run.workload, calls=calls) + memory_of(run.workload, run.current, calls)
+    spent: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)
@@ -159,11 +172,16 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
         def some(first: int, count: int) -> list[dict[timing.Side, SideReport]]:
             names = f"{first + 1} to {first + count}"
             run.progress.phase(f"final measurement: original and result in fresh processes, pairs {names}")
-            return run_pairs(
+            found = run_pairs(
                 [jobs(pair) for pair in range(first, first + count)], first, memory=memory, starter=run.children
             )
+            spent.extend(pair["new"].spent for pair in found)
+            return found
 
-        return _alternate(run, some, "processes")
+        claim = _alternate(run, some, "processes")
+    for part in spent[0]:
+        _add_part(run, f"{part} of a process", statistics.fmean(one[part] for one in spent))
+    return claim
 
 
 def _in_phases(run: RunState) -> Claim:

@@ -42,9 +42,6 @@ LOOK_SHARE = 0.02
 # part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
 # trial that compiles takes 21 to 27 s; 2026-11-26, torch 2.11)
 TRACE_SHARE = 0.7
-# a step that rewrites graphs may gain this much more than compilation alone; before it has traced the model it is
-# weighed with that, so that the model is traced only where no other step promises more a second
-HOPED_RATIO = 1.05
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
 # while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
@@ -164,7 +161,10 @@ class Planner:
             cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
             self._look([step for step, _ in steps if self._has_looked(step)], again=cheap)
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
-            self._hope([one for one in candidates if one.unseen], candidates)
+            for one in candidates:
+                if one.unseen:
+                    one.prediction = self._less_what_goes(one.step, one.step.hope(self.run.context))
+                    one.seconds += one.unseen
             chosen = self._choose([one for one in candidates if one.is_able or one.unseen])
             if chosen is not None and chosen.unseen:
                 # it is worth tracing the model now
@@ -178,14 +178,6 @@ class Planner:
             doubtful = [step for step in doubtful if not step.traces or self._can_trace(step)]
             if not self._look(doubtful, again=True):
                 return chosen
-
-    def _hope(self, unseen: Sequence[Candidate], all_of_them: Sequence[Candidate]) -> None:
-        """Give steps that have not traced the model what they may gain at best, and the seconds of tracing."""
-        compiled = [one.ratio for one in all_of_them if one.is_able and one.step.phase == "compile"]
-        for one in unseen:
-            hope = HOPED_RATIO * max(compiled, default=1.0)
-            one.prediction = Prediction(hope, "hoped for, as its sites are not known")
-            one.seconds += one.unseen
 
     def rest(self) -> list[Candidate]:
         """First attempts that were not made: refused, nothing to change, or no time."""

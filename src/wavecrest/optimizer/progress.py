@@ -54,7 +54,8 @@ class Lines:
     def _write(self, text: str) -> None:
         now = self._now()
         left = "" if self._end is None else f", about {minutes(max(0.0, self._end - now))} left"
-        line = f"[{minutes(now - self._began)}{left}] " + "".join(
+        passed = round(now - self._began)
+        line = f"[{passed // 60}:{passed % 60:02d}{left}] " + "".join(
             c if c.isprintable() else ascii(c)[1:-1] for c in text
         )
         width = shutil.get_terminal_size((120, 1)).columns - 1

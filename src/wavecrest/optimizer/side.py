@@ -37,12 +37,30 @@ if TYPE_CHECKING:
 LEAST_SAMPLES = 10
 
 
+class Laps:
+    """The seconds of a process by part, one after the other.
+
+    Args:
+        now: where time comes from.
+    """
+
+    def __init__(self, now: timing.Clock) -> None:
+        self.spent: dict[str, float] = {}
+        self._now, self._begin = now, now()
+
+    def end(self, part: str) -> None:
+        """Say that a part is over; the next one begins."""
+        begin, self._begin = self._begin, self._now()
+        self.spent[part] = self._begin - begin
+
+
 def time_buckets(
     loaded: workload.Workload,
     model: nn.Module,
     seconds: float,
     now: timing.Clock = timing.HOST_CLOCK,
     turns: Turns | None = None,
+    laps: Laps | None = None,
 ) -> dict[str, timing.Measurement]:
     """Every bucket of a model, alone, for `seconds` at most each; in turns with another process where there is one."""
     found = {}
@@ -54,6 +72,8 @@ def time_buckets(
                 work = workload.Call(loaded, bucket, model)
                 work.prepare()
                 work()
+            if laps is not None:
+                laps.end("first calls")
         for place, (bucket, inputs) in enumerate(loaded.buckets.items()):
             _without_fall_back(strict)
             rotation = Rotation(inputs)
@@ -70,6 +90,8 @@ def time_buckets(
             )
     if turns is not None:
         turns.end()
+    if laps is not None:
+        laps.end("times and waits")
     return found
 
 
@@ -89,10 +111,12 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here, or the model raises.
         ClockError: the times cannot be trusted.
     """
+    laps = Laps(now)
     if task.copied:
         loaded = copies.load(Path(task.spec), task.device)
     else:
         loaded = workload.load(task.spec, device=task.device)
+    laps.end("load")
     model, texts, applied = loaded.model, [], AppliedSteps()
     if task.plan is not None:
         plan = Plan.load(task.plan)
@@ -104,8 +128,9 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
             made = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False)
         model, applied = made.model, made.applied
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
+        laps.end("steps")
     try:
-        measured = time_buckets(loaded, model, task.seconds, now, turns)
+        measured = time_buckets(loaded, model, task.seconds, now, turns, laps)
     except WavecrestError:
         raise
     except Exception as error:
@@ -117,6 +142,7 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         numerics=check_applied(Gate.prepare(loaded), model, applied, final=True) if task.check else [],
         quality=check_quality(loaded, model) if task.check else [],
         warnings=texts,
+        spent=laps.spent,
     )
 
 

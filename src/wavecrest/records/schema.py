@@ -383,6 +383,8 @@ class OptimizeRecord(Model):
     # of these: the final check and measurement, and what was left for them; None before 2026-11-26
     final_seconds: float | None = None
     final_expected: float | None = None
+    # parts of it in seconds; what a process does is the mean of the result's fresh processes
+    final_parts: dict[str, float] = Field(default_factory=dict)
     # None in records made before the gate kept one
     gate: GateSummary | None = None
     notes: list[str] = Field(default_factory=list)

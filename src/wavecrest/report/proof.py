@@ -29,7 +29,9 @@ def timer(record: OptimizeRecord) -> list[tuple[str, str]]:
         rows.append(("The whole run", numbers.seconds(record.seconds)))
     if record.final_seconds is not None and record.final_expected is not None:
         expected = f"{numbers.seconds(record.final_expected)} were kept for it"
-        rows.append(("The final check and measurement", f"{numbers.seconds(record.final_seconds)}; {expected}"))
+        parts = ", ".join(f"{name} {numbers.seconds(seconds)}" for name, seconds in record.final_parts.items())
+        text = f"{numbers.seconds(record.final_seconds)}; {expected}"
+        rows.append(("The final check and measurement", f"{text}; {parts}" if parts else text))
     return rows
 
 

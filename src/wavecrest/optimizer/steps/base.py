@@ -179,6 +179,10 @@ class Step:
         """The expected speed-up, before anything is changed."""
         raise NotImplementedError
 
+    def hope(self, context: StepContext) -> Prediction:
+        """What a step that `traces` gains at best: its expected speed-up if every site that it looks for is there."""
+        raise NotImplementedError
+
     def excludes(self, other: Step) -> bool:
         """Whether keeping this step takes `other` (kept before) out of force."""
         return self.clashes(other) or (self.group is not None and self.group == other.group)

@@ -64,20 +64,41 @@ class CompileFusions(Compile):
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Activations lose a pass, scores every pass; without Inductor, which fuses them by itself, additions before
-        norms lose one too.
+        norms lose one too. With it, compilation gains beside that.
         """
-        elementwise, norms = context.share("elementwise"), context.share("normalisation")
-        saved = ACTIVATION_GAIN * elementwise if found.params["backends"] else 0.0
-        basis = f"elementwise work is {elementwise:.0%} of the time"
-        if found.params.get("attend"):
-            saved += ATTENTION_GAIN * (elementwise + norms)
-            basis += f", softmax and norms {norms:.0%}"
-        if not self._inductor:
-            saved += NORM_GAIN * norms + GAP_GAIN * context.idle_share()
-            basis += f", norms are {norms:.0%}, launch gaps {context.idle_share():.0%}"
+        ratio, basis = self._gain(context, bool(found.params["backends"]), bool(found.params.get("attend")))
         if context.compiled and not self._inductor:
             return Prediction(None, f"{basis}; against a compiled model it is measured, not modelled")
-        return Prediction.of_saved(saved, f"{found.note}; {basis}")
+        return Prediction(ratio, f"{found.note}; {basis}")
+
+    def hope(self, context: StepContext) -> Prediction:
+        """As if an activation could be fused, and attention were written out where no kernel of it is in the profile.
+
+        Not above 1 where a compile step is in force and this one does without Inductor.
+        """
+        ratio, basis = self._gain(context, activations=True, attend=not context.share("attention"))
+        if context.compiled and not self._inductor:
+            ratio = 1.0
+        return Prediction(ratio, f"at best, as its sites are not known; {basis}")
+
+    def _gain(self, context: StepContext, activations: bool, attend: bool) -> tuple[float, str]:
+        """The expected speed-up, and what it rests on."""
+        elementwise, norms = context.share("elementwise"), context.share("normalisation")
+        saved = ACTIVATION_GAIN * elementwise if activations else 0.0
+        basis, compiled = f"elementwise work is {elementwise:.0%} of the time", 1.0
+        if attend:
+            saved += ATTENTION_GAIN * (elementwise + norms)
+            basis += f", softmax and norms {norms:.0%}"
+        if self._inductor:
+            plain = super().predict(Found(()), context)
+            assert plain.ratio is not None
+            compiled, basis = plain.ratio, f"{plain.basis}; {basis}"
+        else:
+            saved += NORM_GAIN * norms + GAP_GAIN * context.idle_share()
+            basis += f", norms are {norms:.0%}, launch gaps {context.idle_share():.0%}"
+        fused = Prediction.of_saved(saved, basis).ratio
+        assert fused is not None
+        return compiled * fused, basis
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Compile in place."""
