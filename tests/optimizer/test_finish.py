@@ -60,6 +60,7 @@ def test_a_workload_that_can_be_loaded_is_measured_in_alternating_processes(run:
     assert f"over {FIRST} fresh processes a side" in found.reason
     assert {row.attempt for row in result.record.samples if row.step == "result"} == {1, 2, 3, 4}
     parts, record = result.record.final_parts, result.record
+    assert record.final_expected is not None and record.final_expected > 0
     assert record.final_seconds is not None and record.final_seconds >= parts["check of answers"] + parts["measurement"]
     # a mean of the result's processes; the original's are in the measurement too
     assert parts["measurement"] > FIRST * parts["times and waits of a process"] > 0

@@ -4,7 +4,8 @@ Imports are most of a short child's time: torch 3 s, a model of transformers 9 t
 2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU and started no thread of
 Python, and it says so or why not (`ForkServer.problem`). Threads of BLAS libraries wait for work; they end in a fork. A
 child that it forks is what a new interpreter is after the same imports, but that all have one layout of memory and one
-seed of hashes, where interpreters differ. Its environment is the server's: variables act at import.
+seed of hashes, where interpreters differ. Its environment is the server's, as variables act at import, but for those
+that PyTorch's compiler sets in its own process (`COMPILER`).
 
 The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
 connection; modules to import.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
+import json
 import os
 import select
 import signal
@@ -35,6 +38,11 @@ from wavecrest.measure.child import die_with
 
 # device files that a process has open once it uses a GPU: a fork of it cannot use that GPU
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+# the folders of caches that PyTorch's compiler sets in the process where it works, and reads at each use (torch 2.11 to
+# 2.13): a child looks where its starter wrote
+COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# set by it too, an address in this one process
+_ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 # makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -110,6 +118,13 @@ class ForkServer:
             self._process.wait()
 
     @property
+    def changed(self) -> list[str]:
+        """The variables that are other ones in this process by now, beside those that PyTorch's compiler sets."""
+        now = env.python_child({})
+        names = {*now, *self.environment} - {*COMPILER, _ADDRESS}
+        return sorted(name for name in names if now.get(name) != self.environment.get(name))
+
+    @property
     def problem(self) -> str:
         """Why it cannot fork children, or an empty string; waits until it has imported everything."""
         if self._problem is None:
@@ -139,7 +154,8 @@ class ForkServer:
         ended, theirs = os.pipe()
         try:
             with tempfile.TemporaryFile() as request:
-                request.write("\0".join([os.getcwd(), *arguments]).encode())
+                folders = json.dumps({name: env.get(name) for name in COMPILER if env.get(name)})
+                request.write("\0".join([os.getcwd(), folders, *arguments]).encode())
                 request.flush()
                 socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])
                 pid = int(self._connection.recv(16) or 0)
@@ -164,6 +180,9 @@ def main() -> int:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     runner = importlib.import_module(module)
+    # what is there now is no garbage of a child: its collector leaves these pages shared (8 children on two cores: 2 s)
+    gc.collect()
+    gc.freeze()
     connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not()}\n".encode())
     _serve(connection, runner)
     return 0
@@ -252,8 +271,10 @@ def _become(runner: Any, parent: int, request: int, log: int, ended: int, passed
         os.close(log)
         with os.fdopen(request, "rb") as file:
             file.seek(0)
-            folder, *arguments = file.read().decode().split("\0")
+            folder, folders, *arguments = file.read().decode().split("\0")
         env.unset(_ASKS_NVML)
+        for name, value in json.loads(folders).items():
+            env.set_value(name, value)
         os.chdir(folder)
         _be_new(folder)
         sys.argv = [runner.__name__, *arguments, *map(str, passed)]

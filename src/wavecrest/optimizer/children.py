@@ -140,6 +140,7 @@ class Starter:
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
+        self._changed: list[str] = []
 
     def __enter__(self) -> Starter:
         return self
@@ -157,6 +158,8 @@ class Starter:
     @property
     def problem(self) -> str:
         """Why children are new interpreters, or an empty string; waits for imports that have begun."""
+        if self._changed:
+            return f"environment variables changed since the run began: {', '.join(self._changed)}"
         return self._server.problem if self._server is not None else ""
 
     @property
@@ -171,8 +174,8 @@ class Starter:
         self.begin()
         if self._server is None:
             return None
-        same = self._server.environment == env.python_child({})
-        return self._server if same and not self._server.problem else None
+        self._changed = self._server.changed
+        return None if self.problem else self._server
 
 
 def _is_installed(name: str) -> bool:

@@ -209,6 +209,7 @@ def _climb(run: RunState) -> None:
         if one is None:
             break
         _take(run, one)
+    run.ledger.record.final_expected = planner.reserve
     for one in planner.rest():
         _end(run, set_aside(run, one))
     _look_for_breaks(run)

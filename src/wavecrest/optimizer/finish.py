@@ -51,8 +51,7 @@ def finish(run: RunState) -> None:
     if not run.ledger.applied.steps:
         record.result = _unchanged(run)
     else:
-        begin, compiled = run.seconds_spent, bool(run.ledger.applied.only("compile").steps)
-        record.final_expected = run.costs.final(run.options.budget, compiled=compiled)
+        begin = run.seconds_spent
         run.current = build(run.workload.model, run.ledger.applied)
         # as the user will run it, with one exception: a fall-back to eager raises. Declared ranges are served with a
         # limit of their own

@@ -183,11 +183,16 @@ class Planner:
         """First attempts that were not made: refused, nothing to change, or no time."""
         return [self._candidate(step, attempt) for step, attempt in self._open() if attempt == 1]
 
+    @property
+    def reserve(self) -> float:
+        """Seconds that were left for the end of the run, with the steps in force."""
+        return self._reserve(None)
+
     def seconds_to_come(self) -> float:
         """Seconds of the open trials that fit and of the end of the run, at most what is left of the budget."""
         left = self.run.seconds_left
         candidates = [self._candidate(step, attempt) for step, attempt in self._open() if step.id in self._looks]
-        reserve = self._reserve(None)
+        reserve = self.reserve
         trials = sum(one.seconds for one in candidates if one.is_able and one.seconds + one.reserve <= left)
         return max(0.0, min(trials + reserve, left))
 
@@ -415,7 +420,7 @@ class Planner:
                 continue
             others = [other for other in candidates if other.kind == "plain"]
             one.behind = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
-            one.proof = max(0.0, one.reserve - self._reserve(None))
+            one.proof = max(0.0, one.reserve - self.reserve)
 
     def _choose(self, able: Sequence[Candidate]) -> Candidate | None:
         """The candidate that gains most a second among those of the lowest tier that are worth their time together."""

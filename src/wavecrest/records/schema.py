@@ -380,7 +380,7 @@ class OptimizeRecord(Model):
     coverage: list[DecisionRow] = Field(default_factory=list)
     # of the whole run; None in records of before 2026-11-25 and of interrupted runs
     seconds: float | None = None
-    # of these: the final check and measurement, and what was left for them; None before 2026-11-26
+    # of these: the final check and measurement, and what was kept for them; None before 2026-11-26
     final_seconds: float | None = None
     final_expected: float | None = None
     # parts of it in seconds; what a process does is the mean of the result's fresh processes
