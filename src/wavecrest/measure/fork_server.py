@@ -4,8 +4,9 @@ Imports are most of a short child's time: torch 3 s, a model of transformers 9 t
 2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU and started no thread of
 Python, and it says so or why not (`ForkServer.problem`). Threads of BLAS libraries wait for work; they end in a fork. A
 child that it forks is what a new interpreter is after the same imports, but that all have one layout of memory and one
-seed of hashes, where interpreters differ. Its environment is the server's, as variables act at import, but for those
-that PyTorch's compiler sets in its own process (`COMPILER`).
+seed of hashes, where interpreters differ. Its environment is the server's: that of the run at its beginning. What
+libraries set in the run's own process since then is not in it (PyTorch's profiler sets two variables), but for the
+folders of compilers' caches (`CACHES`).
 
 The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
 connection; modules to import.
@@ -38,11 +39,9 @@ from wavecrest.measure.child import die_with
 
 # device files that a process has open once it uses a GPU: a fork of it cannot use that GPU
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-# the folders of caches that PyTorch's compiler sets in the process where it works, and reads at each use (torch 2.11 to
-# 2.13): a child looks where its starter wrote
-COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-# set by it too, an address in this one process
-_ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+# the folders of caches, which PyTorch's compiler sets in the process where it works and reads at each use (torch 2.11
+# to 2.13): a child looks where its starter wrote
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -84,7 +83,7 @@ class ForkServer:
         imports: modules to import beside it; one that cannot be imported is left to the children.
 
     Attributes:
-        environment: the variables of the server, and so of its children.
+        environment: the variables of the server, and so of its children but for `CACHES`.
         import_seconds: how long its imports took; 0 until `problem` was asked for.
     """
 
@@ -118,13 +117,6 @@ class ForkServer:
             self._process.wait()
 
     @property
-    def changed(self) -> list[str]:
-        """The variables that are other ones in this process by now, beside those that PyTorch's compiler sets."""
-        now = env.python_child({})
-        names = {*now, *self.environment} - {*COMPILER, _ADDRESS}
-        return sorted(name for name in names if now.get(name) != self.environment.get(name))
-
-    @property
     def problem(self) -> str:
         """Why it cannot fork children, or an empty string; waits until it has imported everything."""
         if self._problem is None:
@@ -154,7 +146,7 @@ class ForkServer:
         ended, theirs = os.pipe()
         try:
             with tempfile.TemporaryFile() as request:
-                folders = json.dumps({name: env.get(name) for name in COMPILER if env.get(name)})
+                folders = json.dumps({name: env.get(name) for name in CACHES if env.get(name)})
                 request.write("\0".join([os.getcwd(), folders, *arguments]).encode())
                 request.flush()
                 socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])

@@ -5,7 +5,7 @@ meanwhile: what the host does over seconds meets both alike, and a process that 
 gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes longer than
 timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
 
-For a GPU, a pair whose sides both have the environment of this process is forked by a server that has imported what
+For a GPU, a pair whose sides both have the environment of the run is forked by a server that has imported what
 both need (`measure.fork_server`). One that sets a variable starts as two new interpreters, and so do all for a CPU:
 forked processes have one layout of memory, by which times on a CPU differ from process to process. Both sides of a pair
 always start alike.
@@ -60,6 +60,8 @@ TIMED = -1
 PLACE = struct.Struct(">i")
 # seconds between looks at whether a child is alive
 _LOOK = 0.5
+# PyTorch's compiler; its imports are 4 to 5 s of a process that compiles (two cores, and 16 beside an H200; 2026-11-26)
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 # the module of a child
 _SIDE = "wavecrest.optimizer.side"
 
@@ -140,7 +142,6 @@ class Starter:
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
-        self._changed: list[str] = []
 
     def __enter__(self) -> Starter:
         return self
@@ -150,16 +151,18 @@ class Starter:
             self._server.__exit__(None, None, None)
             self._server = None
 
-    def begin(self) -> None:
-        """Start the imports now, to have them when the first pair starts; without this they start then."""
+    def begin(self, *, compiles: bool = False) -> None:
+        """Start the imports now, to have them when the first pair starts; without this they start then.
+
+        Args:
+            compiles: steps may compile the model: PyTorch's compiler is imported too.
+        """
         if self._forks and self._server is None:
-            self._server = ForkServer(_SIDE, self._imports)
+            self._server = ForkServer(_SIDE, [*self._imports, *(_COMPILER if compiles else ())])
 
     @property
     def problem(self) -> str:
         """Why children are new interpreters, or an empty string; waits for imports that have begun."""
-        if self._changed:
-            return f"environment variables changed since the run began: {', '.join(self._changed)}"
         return self._server.problem if self._server is not None else ""
 
     @property
@@ -172,9 +175,6 @@ class Starter:
         if any(job.changes for jobs in pairs for job in jobs.values()):
             return None
         self.begin()
-        if self._server is None:
-            return None
-        self._changed = self._server.changed
         return None if self.problem else self._server
 
 
