@@ -37,8 +37,9 @@ from wavecrest import env
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure.child import die_with
 
-# device files that a process has open once it uses a GPU: a fork of it cannot use that GPU
-_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+# device files that a process has open once it uses a GPU: a fork of it cannot use that GPU. NVML, which counts GPUs,
+# opens /dev/nvidiactl alone and does no harm
+_GPU_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri")
 # the folders of caches, which PyTorch's compiler sets in the process where it works and reads at each use (torch 2.11
 # to 2.13): a child looks where its starter wrote
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
