@@ -221,13 +221,11 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
     # the children's tasks are for the CPU all the same
     with Starter(model, "cuda:0") as starter:
         assert starter.saved_seconds == 0.0 and not interpreters
-        starter.begin(compiles=True)
         (forked,) = run_pairs([{"base": same, "new": same}], 0, starter=starter)
         # the server alone: of classes that are not installed it imports nothing
         (command,) = interpreters
         assert command[2:4] == ["wavecrest.measure.child", str(os.getpid())]
-        assert {"torch.nn.modules.linear", "torch._inductor.compile_fx"} < {*command}
-        assert not any("tests" in part for part in command[5:])
+        assert "torch.nn.modules.linear" in command and not any("tests" in part for part in command[5:])
         assert starter.problem == "" and starter.saved_seconds > 0.5
         assert len(_rows(tmp_path / "log", "call")) >= sum(len(row.times["default"]) for row in forked.values()) > 0
         # as PyTorch's compiler and its profiler do

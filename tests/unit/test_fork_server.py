@@ -176,10 +176,29 @@ def test_a_server_with_a_thread_or_a_gpu_says_so(folder: Path, monkeypatch: pyte
         assert server.problem == "the server ended while it imported"
     # other tests' libraries have threads in this process
     monkeypatch.setattr(fork_server.threading, "enumerate", lambda: [threading.main_thread()])
-    monkeypatch.setattr(fork_server, "_GPU_FILES", (str(folder),))
+    monkeypatch.setattr(fork_server, "_GPU_FILES", ("/not there", str(folder)))
     with (folder / "gpu0").open("w"):
         assert fork_server._why_not() == f"its imports open {folder}/gpu0"
     assert fork_server._why_not() == ""
+
+
+@pytest.mark.parametrize(("answer", "begun"), [(3, False), (0, True), (100, True)])
+def test_files_of_an_nvidia_gpu_without_cuda_are_nvmls(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: int, begun: bool
+) -> None:
+    """NVML counts GPUs with the same files open; CUDA's driver says whether it was initialised."""
+
+    class Driver:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.cuDeviceGetCount = lambda _: answer
+
+    monkeypatch.setattr(fork_server.threading, "enumerate", lambda: [threading.main_thread()])
+    monkeypatch.setattr(fork_server, "_GPU_FILES", (str(folder),))
+    with (folder / "nvidia0").open("w"):
+        # the driver is not loaded in this process
+        assert fork_server._why_not() == ""
+        monkeypatch.setattr(fork_server.ctypes, "CDLL", Driver)
+        assert fork_server._why_not() == (f"its imports open {folder}/nvidia0" if begun else "")
 
 
 def _is_gone(pid: int) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -38,8 +39,10 @@ from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure.child import die_with
 
 # device files that a process has open once it uses a GPU: a fork of it cannot use that GPU. NVML, which counts GPUs,
-# opens /dev/nvidiactl alone and does no harm
-_GPU_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri")
+# opens those of NVIDIA too, and a fork of such a process can (H200, driver of CUDA 13, 2026-11-26): CUDA is asked
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+# CUDA's driver, and its answer before it is initialised (cuDeviceGetCount, CUDA_ERROR_NOT_INITIALIZED)
+_DRIVER, _NOT_INITIALISED = "libcuda.so.1", 3
 # the folders of caches, which PyTorch's compiler sets in the process where it works and reads at each use (torch 2.11
 # to 2.13): a child looks where its starter wrote
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -189,9 +192,19 @@ def _why_not() -> str:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{number}")
-            if path.startswith(_GPU_FILES):
+            if path.startswith(_GPU_FILES) and not (path.startswith(_GPU_FILES[0]) and _cuda_is_not_begun()):
                 return f"its imports open {path}"
     return ""
+
+
+def _cuda_is_not_begun() -> bool:
+    """Whether this process has not initialised CUDA, by its driver's own answer."""
+    try:
+        # only one that is loaded already
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return True
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _NOT_INITIALISED)
 
 
 def _serve(connection: socket.socket, runner: Any) -> None:

@@ -60,8 +60,6 @@ TIMED = -1
 PLACE = struct.Struct(">i")
 # seconds between looks at whether a child is alive
 _LOOK = 0.5
-# PyTorch's compiler; its imports are 4 to 5 s of a process that compiles (two cores, and 16 beside an H200; 2026-11-26)
-_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 # the module of a child
 _SIDE = "wavecrest.optimizer.side"
 
@@ -151,14 +149,10 @@ class Starter:
             self._server.__exit__(None, None, None)
             self._server = None
 
-    def begin(self, *, compiles: bool = False) -> None:
-        """Start the imports now, to have them when the first pair starts; without this they start then.
-
-        Args:
-            compiles: steps may compile the model: PyTorch's compiler is imported too.
-        """
+    def begin(self) -> None:
+        """Start the imports now, to have them when the first pair starts; without this they start then."""
         if self._forks and self._server is None:
-            self._server = ForkServer(_SIDE, [*self._imports, *(_COMPILER if compiles else ())])
+            self._server = ForkServer(_SIDE, self._imports)
 
     @property
     def problem(self) -> str:

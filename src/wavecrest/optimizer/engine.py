@@ -103,7 +103,7 @@ def _prepare(run: RunState) -> None:
     """Everything that steps and verdicts refer to: baseline, profile, graph breaks, reference outputs."""
     record = run.ledger.record
     # beside the work of this process
-    run.children.begin(compiles=run.options.level >= 2)
+    run.children.begin()
     if run.workload.in_training:
         run.ledger.note("the model was given in training mode: it is measured in eval mode, and put back at the end")
     run.progress.phase("baseline")

@@ -19,7 +19,6 @@ from wavecrest.optimizer.children import Job, Jobs, SideReport, Starter, Task, m
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import check_plan
-from wavecrest.optimizer.steps import step_by_id
 from wavecrest.records import ProcessSpeed, VerifyProcess, VerifyRecord, provenance
 
 
@@ -74,7 +73,6 @@ def run(
         return found
 
     with Starter(loaded.model, loaded.device) as starter:
-        starter.begin(compiles=any(step_by_id(row.id).phase == "compile" for row in plan.kept()))
         claim = alternate(
             some, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
         )
