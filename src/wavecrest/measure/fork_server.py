@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -150,8 +149,7 @@ class ForkServer:
         ended, theirs = os.pipe()
         try:
             with tempfile.TemporaryFile() as request:
-                folders = json.dumps({name: env.get(name) for name in CACHES if env.get(name)})
-                request.write("\0".join([os.getcwd(), folders, *arguments]).encode())
+                request.write("\0".join([os.getcwd(), *map(env.get, CACHES), *arguments]).encode())
                 request.flush()
                 socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])
                 pid = int(self._connection.recv(16) or 0)
@@ -277,10 +275,12 @@ def _become(runner: Any, parent: int, request: int, log: int, ended: int, passed
         os.close(log)
         with os.fdopen(request, "rb") as file:
             file.seek(0)
-            folder, folders, *arguments = file.read().decode().split("\0")
+            folder, *arguments = file.read().decode().split("\0")
+        caches, arguments = arguments[: len(CACHES)], arguments[len(CACHES) :]
         env.unset(_ASKS_NVML)
-        for name, value in json.loads(folders).items():
-            env.set_value(name, value)
+        for name, value in zip(CACHES, caches, strict=True):
+            if value:
+                env.set_value(name, value)
         os.chdir(folder)
         _be_new(folder)
         sys.argv = [runner.__name__, *arguments, *map(str, passed)]

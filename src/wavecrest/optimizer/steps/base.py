@@ -180,7 +180,7 @@ class Step:
         raise NotImplementedError
 
     def hope(self, context: StepContext) -> Prediction:
-        """What a step that `traces` gains at best: its expected speed-up if every site that it looks for is there."""
+        """The expected speed-up if every site that it looks for is there, by the profile; of steps that trace."""
         raise NotImplementedError
 
     def excludes(self, other: Step) -> bool:
