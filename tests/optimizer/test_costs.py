@@ -79,17 +79,18 @@ def test_what_compilers_say_they_take_is_taken_at_their_word() -> None:
     costs.add("first", 40.0, compiling=23.0, tracing=9.0)
     assert costs.compilation == 23.0 and costs.cached == 9.0
     later = LATER_SHARE * 23.0
-    assert costs.final(0.0, compiled=True) == pytest.approx(20.0 + 3 * later + 4 * 9.0)
+    assert costs.final(900.0, looks=1, compiled=True) == pytest.approx(20.0 + 3 * later + 4 * 9.0)
     costs.add("later", 30.0, compiling=10.0, tracing=8.0)
     assert costs.expect("later") == 30.0
-    assert costs.final(0.0, compiled=True) == 20.0 + 3 * 10.0 + 4 * 9.0
+    assert costs.final(900.0, looks=1, compiled=True) == 20.0 + 3 * 10.0 + 4 * 9.0
 
 
 def test_time_is_left_for_the_end() -> None:
-    costs = Costs(sampling=4.0, least_final=20.0, later_looks=16.0)
+    costs = Costs(sampling=4.0, least_final=20.0, later_looks=(4.0, 12.0))
     # one look is never cut, all are taken where 60 % of the budget holds them
-    assert costs.final(0.0, compiled=False) == 20.0 == costs.final(30.0, compiled=False)
-    assert costs.final(50.0, compiled=False) == 30.0 and costs.final(900.0, compiled=False) == 36.0
+    assert costs.final(900.0, looks=1, compiled=False) == 20.0 == costs.final(30.0, compiled=False)
+    assert costs.final(50.0, compiled=False) == 30.0 and costs.final(900.0, compiled=False, looks=2) == 24.0
+    assert costs.final(900.0, compiled=False) == 36.0
     later = costs.expect("later") - costs.expect("plain")
     assert costs.final(900.0, compiled=True) == 36.0 + 3 * later
     costs.loads = 4

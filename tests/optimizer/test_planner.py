@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -384,3 +385,27 @@ def test_a_compilation_that_gives_up_an_eager_gain_is_predicted_without_it(run: 
     row = result.record.steps[-1]
     assert row.predicted is not None and row.predicted < 0.5
     assert row.prediction.startswith("planted; gain, ") and row.prediction.endswith("×, is given up for it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "idle", "gain", "looks"),
+    [
+        ("cuda", 0.0, 1.06, 1), ("cuda", 0.0, 1.04, None), ("cpu", None, 1.06, None), ("cpu", None, 1.2, 1),
+        # processes of an original that waits for the host differ more
+        ("cuda", 5.0, 2.1, 1), ("cuda", 5.0, 1.8, 2), ("cuda", 5.0, 1.4, 3), ("cuda", 5.0, 1.2, None),
+    ],
+)  # fmt: skip
+def test_looks_that_a_gain_needs(kind: str, idle: float | None, gain: float, looks: int | None) -> None:
+    profile = records.BucketProfile(
+        bucket="b", wall_ms=10.0, kernel_ms=5.0, idle_ms=idle, launches=9, categories=[], ops=[], uncategorized=[]
+    )
+    row = records.StepOutcome(id="i", title="t", level=3, verdict="kept", reason="", ratio=gain)
+    state: Any = SimpleNamespace(
+        context=SimpleNamespace(device=SimpleNamespace(kind=kind)),
+        ledger=SimpleNamespace(
+            applied=SimpleNamespace(steps=[row]), record=SimpleNamespace(steps=[row], profile_before=[profile])
+        ),
+    )
+    assert planner.Planner(state, [])._looks_to_take() == looks
+    state.ledger.applied.steps = []
+    assert planner.Planner(state, [])._looks_to_take() == 1

@@ -59,7 +59,7 @@ class Costs:
         sampling: seconds that a trial measures at most.
         ops: op calls of one call of the model, over all buckets; 0 where they are not known.
         least_final, later_looks: seconds of the end of the run: with the fewest processes or phases that decide, and
-            what all later looks take beside them.
+            what each later look takes beside them.
         loads: times that the final measurement waits for processes to load with fewest pairs: each compiles code that
             caches on disk have.
         sizes: later compilations that declared ranges of shapes take at the end.
@@ -69,7 +69,7 @@ class Costs:
     sampling: float = 0.0
     ops: int = 0
     least_final: float = 0.0
-    later_looks: float = 0.0
+    later_looks: tuple[float, ...] = ()
     loads: int = 0
     sizes: int = 0
     short: bool = False
@@ -131,13 +131,15 @@ class Costs:
         """Seconds that the compilations for declared ranges of shapes take."""
         return self.sizes * self._later
 
-    def final(self, budget: float, *, compiled: bool) -> float:
-        """Seconds to leave for the end of the run: all looks where SMALL_SHARE of the budget holds them, else one.
+    def final(self, budget: float, *, compiled: bool, looks: int | None = None) -> float:
+        """Seconds to leave for the end of the run: one look, and as many more as SMALL_SHARE of the budget holds.
 
         Args:
-            budget: seconds of the run; 0 leaves time for one look alone.
+            budget: seconds of the run.
             compiled: a compile step is in force.
+            looks: no time is left for more; None: for all.
         """
         later = FINAL_COMPILATIONS * self._later + self.loads * self.cached + self.serving if compiled else 0.0
         least = self.least_final + later
-        return max(least, min(least + self.later_looks, SMALL_SHARE * budget))
+        more = self.later_looks if looks is None else self.later_looks[: looks - 1]
+        return max(least, min(least + sum(more), SMALL_SHARE * budget))

@@ -145,12 +145,16 @@ def _know_costs(run: RunState) -> None:
         ops=sum(op.calls for profile in run.context.profile for op in profile.ops),
         # the final check of answers takes about as long as the first
         least_final=times[0] + run.gate.summary.seconds,
-        later_looks=sum(times[1:]),
+        later_looks=tuple(times[1:]),
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
     )
     kind: Kind = "first" if run.options.level >= 2 else "plain"
-    needed = run.seconds_spent + run.costs.expect(kind) + run.costs.final(0.0, compiled=kind == "first")
+    needed = (
+        run.seconds_spent
+        + run.costs.expect(kind)
+        + run.costs.final(run.options.budget, compiled=kind == "first", looks=1)
+    )
     run.costs.short = needed > run.options.budget
     if run.costs.short:
         run.ledger.note(

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import Refused, StepRefused
 from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
-from wavecrest.optimizer.steps.base import TREE
+from wavecrest.optimizer.steps.base import TREE, idle_share
 from wavecrest.optimizer.steps.environment import seconds_of_pairs
 from wavecrest.optimizer.steps.join_ties import can_join
+from wavecrest.profile.causes import HOST_BOUND
 
 if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
@@ -32,6 +33,9 @@ UNKNOWN_RATIO, AGAIN = 1.02, 0.5
 # differ by some percent. On a GPU intervals of 4 pairs were ±2 to ±6 % (evidence/nvidia-h100/2026-11-26_zoo_models):
 # too wide to be sure of a gain of 5 %, and a result that they leave open is said to be undecided
 SURE_RATIO, SURE_RATIO_GPU = 1.2, 1.05
+# an original that waits for the host differs more: its processes took 26 to 45 ms (an 8 B decode) and 6.2 to 9.3 ms (a
+# RoBERTa; 16 cores beside an H200, 2026-11-26), by 0.2 of their logarithm. So much do 1, 2 and 3 looks resolve then
+SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
 # no trial takes less, in seconds: a gain for nothing would make everything else look dear
@@ -358,20 +362,28 @@ class Planner:
         searches = any(item.step.searches for item in run.ledger.applied.steps)
         return kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
 
-    def _proof(self, step: Step | None, budget: float) -> float:
+    def _proof(self, step: Step | None, looks: int | None) -> float:
         """Seconds of the end of the run with this step in force too; see `Costs.final`."""
         compiled = self._compiled or (step is not None and step.phase == "compile")
-        return self.run.costs.final(budget, compiled=compiled)
+        return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks)
 
     def _reserve(self, step: Step | None) -> float:
         if self._one_only:
             # it was said that the budget will not do: the best single step, rather than none
             return 0.0
-        gain = math.prod(row.ratio or 1.0 for row in self.run.ledger.record.steps if row.verdict == "kept")
-        # the first look decides on a large gain; and while nothing is kept, no later one is in sight
-        sure = SURE_RATIO if self.run.context.device.kind == "cpu" else SURE_RATIO_GPU
-        once = not self.run.ledger.applied.steps or gain >= sure
-        return self._proof(step, 0.0 if once else self.run.options.budget)
+        return self._proof(step, self._looks_to_take())
+
+    def _looks_to_take(self) -> int | None:
+        """The looks at the result that its gain so far is expected to need; None: all of them."""
+        run = self.run
+        if not run.ledger.applied.steps:
+            # no later one is in sight
+            return 1
+        gain = math.prod(row.ratio or 1.0 for row in run.ledger.record.steps if row.verdict == "kept")
+        sure: tuple[float, ...] = (SURE_RATIO if run.context.device.kind == "cpu" else SURE_RATIO_GPU,)
+        if idle_share(run.ledger.record.profile_before) >= HOST_BOUND:
+            sure = SURE_RATIOS_HOST
+        return next((looks for looks, ratio in enumerate(sure, 1) if gain >= ratio), None)
 
     @property
     def _one_only(self) -> bool:
@@ -444,7 +456,7 @@ class Planner:
         worth = [same[index] for index in (together if is_better else greedy)] or same
         if self._one_only:
             # each with its own proof: no other step shares it
-            proofs = {one.step.id: self._proof(one.step, 0.0) for one in same}
+            proofs = {one.step.id: self._proof(one.step, 1) for one in same}
             chosen = max(same, key=lambda one: one.gain / (one.seconds + proofs[one.step.id]))
         else:
             chosen = max(worth, key=lambda one: one.rate)

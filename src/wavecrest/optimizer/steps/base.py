@@ -111,9 +111,14 @@ class StepContext:
         return sum(shares) / len(shares)
 
     def idle_share(self) -> float:
-        """Mean share of wall time in which the GPU had no work (0 on the CPU, where it is not measured)."""
-        idle = [1 - _busy(bucket) for bucket in self.profile]
-        return sum(idle) / len(idle) if idle else 0.0
+        """`idle_share` of the model with the steps kept so far."""
+        return idle_share(self.profile)
+
+
+def idle_share(profile: Sequence[BucketProfile]) -> float:
+    """Mean share of wall time, over buckets, in which the GPU had no work (0 on the CPU)."""
+    idle = [1 - _busy(bucket) for bucket in profile]
+    return sum(idle) / len(idle) if idle else 0.0
 
 
 def _busy(bucket: BucketProfile) -> float:
