@@ -150,11 +150,8 @@ def _know_costs(run: RunState) -> None:
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
     )
     kind: Kind = "first" if run.options.level >= 2 else "plain"
-    needed = (
-        run.seconds_spent
-        + run.costs.expect(kind)
-        + run.costs.final(run.options.budget, compiled=kind == "first", looks=1)
-    )
+    proof = run.costs.final(run.options.budget, compiled=kind == "first", looks=1)
+    needed = run.seconds_spent + run.costs.expect(kind) + proof
     run.costs.short = needed > run.options.budget
     if run.costs.short:
         run.ledger.note(
