@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +135,6 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
     transposed, on_gpu = call.layout == "bshd", call.q.is_cuda
     unit = 16 // call.q.element_size()
     copies = tuple([needs_copy(one) for one in (call.q, call.k, call.v)])
-    device, single = call.q.device.type, call.q.dtype == torch.float32
     # Dynamo does not trace where a view begins
     looks = on_gpu and (any(copies) or torch.compiler.is_compiling())
 
@@ -147,14 +145,10 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
         if transposed:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None if mask_of is None else mask_of(call.bias)
-        if single:
-            attend = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, **options)
-            y = unrounded(device, True, attend)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        y = F.scaled_dot_product_attention(q, k, v, mask, **options)
         return (y.transpose(1, 2) if transposed else y).contiguous()
 
-    return run
+    return unrounded(call.q.device.type, run) if call.q.dtype == torch.float32 else run
 
 
 def _run(call: FlashAttentionCall) -> Tensor:
