@@ -65,16 +65,33 @@ def run({{names}}):
 """
 
 
+# fields whose default is None, and that one part of a signature stands for where all of them are: most calls leave most
+# options out, and a part less is 20 ns less to make, hash and compare
+_GROUP = 5
+
+
+def _parts(kind: type[tuple[Any, ...]]) -> str:
+    """The parts of a signature, as Python writes them in a tuple."""
+    defaults: dict[str, Any] = getattr(kind, "_field_defaults", {})
+    parts, optional = [], {}
+    for name, annotation in fields_of(kind).items():
+        part = _FACTS.format(name) if is_tensor(annotation) else name
+        if annotation is not Tensor and is_tensor(annotation):
+            part = f"None if {name} is None else ({part})"
+        if defaults.get(name, name) is None:
+            optional[name] = part
+        else:
+            parts.append(part)
+    names = list(optional)
+    for group in (names[first : first + _GROUP] for first in range(0, len(names), _GROUP)):
+        written = ", ".join(optional[name] for name in group)
+        parts.append(f"None if {' is '.join(group)} is None else ({written},)")
+    return ", ".join(parts)
+
+
 def _written(template: str, kind: type[tuple[Any, ...]], scope: dict[str, Any]) -> Any:
     """The function that a template makes of the fields of a kind of call."""
-    facts = []
-    for name, annotation in fields_of(kind).items():
-        of_tensor = _FACTS.format(name)
-        if annotation is Tensor:
-            facts.append(of_tensor)
-        else:
-            facts.append(f"None if {name} is None else ({of_tensor})" if is_tensor(annotation) else name)
-    source = template.format(names=", ".join(fields_of(kind)), facts=", ".join(facts))
+    source = template.format(names=", ".join(fields_of(kind)), facts=_parts(kind))
     scope = {"_is_grad_enabled": torch.is_grad_enabled, **scope}
     exec(compile(source, f"<signature of {kind.__name__}>", "exec"), scope)
     return scope[source[len("def ") : source.index("(")]]

@@ -84,7 +84,10 @@ def _mask_of(call: FlashAttentionCall, asked: bool = False) -> Mask | None:
 def _options(call: FlashAttentionCall, asked: bool = False) -> tuple[dict[str, Any], Mask | None]:
     """The options of scaled_dot_product_attention that calls like this one share, and what makes their masks."""
     # branches: torch.compile may not know sizes, and what they make of flags is no constant
-    options: dict[str, Any] = {"scale": call.scale} | ({"enable_gqa": True} if call.group > 1 else {})
+    options: dict[str, Any] = {"enable_gqa": True} if call.group > 1 else {}
+    # PyTorch's own default is 1 / √D too, which float32 rounds to the same number; to pass one takes 0.3 µs a call
+    if call.softmax_scale is not None:
+        options["scale"] = call.softmax_scale
     # PyTorch's causal mask is aligned at the upper left
     if call.right == 0 and call.left < 0 and call.bias is None and call.square:
         return options | {"is_causal": True}, None
