@@ -65,8 +65,8 @@ def run({{names}}):
 """
 
 
-# fields whose default is None, and that one part of a signature stands for where all of them are: most calls leave most
-# options out, and a part less is 20 ns less to make, hash and compare
+# fields whose default is None and that share one part of a signature: most calls leave most options out, and each part
+# is made, hashed and compared
 _GROUP = 5
 
 
@@ -111,9 +111,9 @@ def signature_function(kind: type[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]
 
 
 def function_of(op: Any, kind: Callable[P, Any]) -> Callable[P, Any]:
-    """The function of a kind of call's fields that runs `op(kind(...))`: `Op.of_fields` says why.
+    """The function of a kind of call's fields that runs `op(kind(...))`: see `Op.of_fields`.
 
-    It looks up the same signature as `signature_function` makes, of its arguments.
+    It makes the signature of `signature_function` of its arguments.
     """
     call_type: Any = kind
     scope = {"_op": op, "_kind": kind, "_make": tuple.__new__, "_compiler": torch.compiler}

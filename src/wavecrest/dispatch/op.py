@@ -261,8 +261,8 @@ class Op(Generic[C, R]):
     def of_fields(self, kind: Callable[P, C]) -> Callable[P, R]:
         """A function that takes the fields of a call and runs it as `__call__` does, for an op's public function.
 
-        Of a signature seen before it makes the call object without the type's constructor: on the host a call then
-        costs about half of what `op(kind(...))` costs.
+        Of a signature seen before it makes the call object without the type's constructor, and calls two functions
+        less: beside PyTorch's own function a call takes a quarter to a third less than `op(kind(...))` on the host.
 
         Args:
             kind: the op's `call_type`.

@@ -41,7 +41,7 @@ def rounds(device: str) -> bool:
     return settings_of(device).fp32_precision not in UNROUNDED
 
 
-# what `fp32_precision` reads; by its name it is found in PyTorch's attributes only after all others: 0.5 µs a call
+# what `fp32_precision` reads: the name takes 0.4 µs a call more, as it is looked for among PyTorch's attributes first
 _precision_of: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
