@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,26 +10,15 @@ from wavecrest.ops.gated.backend import gelu_op, silu_op
 from wavecrest.ops.gated.call import GatedCall
 
 
-def _bind(call: GatedCall) -> Callable[[GatedCall], Tensor]:
-    """The function for calls with the signature of this one."""
-    act: Callable[[Tensor], Tensor] = F.silu if call.activation == "silu" else F.gelu
-    if call.approximate != "none":
-        act = partial(F.gelu, approximate=call.approximate)
-
-    def packed(call: GatedCall) -> Tensor:
-        gate, up = call.gate.chunk(2, dim=-1)
-        return act(gate) * up
-
-    def two(call: GatedCall) -> Tensor:
-        assert call.up is not None
-        return act(call.gate) * call.up
-
-    return packed if call.up is None else two
+def _silu_and_mul(call: GatedCall) -> Tensor:
+    gate, up = (call.gate, call.up) if call.up is not None else call.gate.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
-def _run(call: GatedCall) -> Tensor:
-    return _bind(call)(call)
+def _gelu_and_mul(call: GatedCall) -> Tensor:
+    gate, up = (call.gate, call.up) if call.up is not None else call.gate.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=call.approximate) * up
 
 
-for _op in (silu_op, gelu_op):
-    _op.attach("torch", _run, priority=PRIORITY, bind=_bind)
+silu_op.attach("torch", _silu_and_mul, priority=PRIORITY)
+gelu_op.attach("torch", _gelu_and_mul, priority=PRIORITY)
