@@ -4,9 +4,9 @@ Each op's call beside the cheaper of two: PyTorch's function for the same, and t
 kernel with the arguments that the call launches it with (on a GPU alone). Tensors are small, so that the device waits
 for the host. All are timed in turn: figures are medians over rounds, ratios medians of a round's ratios.
 
-`floor` is what the least checked call in Python takes around PyTorch's function: one function with the op's arguments
-that reads shape, strides, dtype and device of the tensors it is given and looks them up. Where `floor_ratio`, that
-beside PyTorch's function, is near MOST or above, no call can be below MOST by what is done in Python.
+`floor` is the least checked call in Python around PyTorch's function: one function with the op's arguments that reads
+shape, strides, dtype and device of the tensors it is given and looks them up. Where `floor_ratio`, that beside
+PyTorch's function, is above MOST, so is any op's call that PyTorch's function runs.
 
     python benchmarks/host_cost.py [OP …] [--out evidence/<machine>/<date>_host-cost_ops.jsonl.gz]
 """

@@ -53,12 +53,10 @@ def unrounded(device: str, run: Callable[[C], Tensor]) -> Callable[[C], Tensor]:
     """
     if torch.compiler.is_compiling():
         return run
-    settings, name = settings_of(device), "cuda" if device == "cuda" else "mkldnn"
-    precision = (
-        partial(getattr, settings, "fp32_precision")
-        if _precision_of is None
-        else partial(_precision_of, name, "matmul")
-    )
+    settings = settings_of(device)
+    precision: Callable[[], str] = partial(getattr, settings, "fp32_precision")
+    if _precision_of is not None:
+        precision = partial(_precision_of, "cuda" if device == "cuda" else "mkldnn", "matmul")
 
     def unrounded_run(call: C) -> Tensor:
         before = precision()

@@ -148,7 +148,7 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
         if transposed:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None if mask_of is None else mask_of(call.bias)
-        y = F.scaled_dot_product_attention(q, k, v, mask, **options)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         return (y.transpose(1, 2) if transposed else y).contiguous()
 
     return unrounded(call.q.device.type, run) if call.q.dtype == torch.float32 else run
