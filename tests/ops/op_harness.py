@@ -148,7 +148,7 @@ def call_of(op: str, *args: Any, **kwargs: Any) -> Any:
     """The call that an op's public function makes of its arguments, unchecked."""
     public = getattr(ops, op)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[public.__module__], "_op", lambda call: call)
+        patch.setattr(sys.modules[public.__module__], "_run", registry.get(op).call_type)
         return public(*args, **kwargs)
 
 

@@ -125,12 +125,14 @@ def test_compiles_in_one_graph(name: str, device: str) -> None:
     # a size that changes is a symbol from the second on
     calls += [example(name, torch.float32, device, **{op.study.sizes[0]: size}) for size in (6, 7)]
     places = [index for index, value in enumerate(calls[0]) if isinstance(value, Tensor)]
+    # as the op's public function runs it
+    public = op.of_fields(op.call_type)
 
     def again(*tensors: Tensor) -> Any:
         values = list(calls[0])
         for place, tensor in zip(places, tensors, strict=True):
             values[place] = tensor
-        return op(type(calls[0])(*values))
+        return public(*values)
 
     torch._dynamo.reset()
     compiled = torch.compile(again, fullgraph=True, backend="eager")
@@ -139,6 +141,48 @@ def test_compiles_in_one_graph(name: str, device: str) -> None:
             want, got = results_of(op(contract.copied(call))), results_of(compiled(*tensors_of(contract.copied(call))))
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one.float(), two.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_arguments_are_looked_up_as_a_call_is(name: str, device: str) -> None:
+    op = registry.get(name)
+    call = example(name, torch.float32, device)
+    op.forget()
+    with torch.no_grad():
+        want = results_of(op(contract.copied(call)))
+        got = results_of(op.of_fields(op.call_type)(*contract.copied(call)))
+    assert len(op._bound) == 1 and [calls for _, calls in op.decisions()] == [2]
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def _others(value: Any) -> list[Any]:
+    """Values that a call may not take for this one; of a tensor one a fact that a signature has."""
+    if not isinstance(value, Tensor):
+        return [None, torch.ones(3), torch.ones(3, 3), "another", 12345.5] if value is None else [None, "another"]
+    wider = value.new_zeros((*value.shape, 2))
+    facts = [wider, value.to(torch.float64), value.to("meta"), None]
+    # the same shape with other strides
+    facts += [wider[..., 0]] if value.ndim else []
+    return [*facts, value.detach().requires_grad_()] if value.is_floating_point() else facts
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_each_argument_is_part_of_the_signature(name: str, device: str) -> None:
+    op = registry.get(name)
+    call = example(name, torch.float32, device)
+    known = op._signature(call)
+    assert op._signature(contract.copied(call)) == known
+    for field, value in zip(call._fields, call, strict=True):
+        for other in _others(value):
+            if other is value:
+                continue
+            try:
+                changed = op._signature(call._replace(**{field: other}))
+            except AttributeError:
+                # no tensor where one must be
+                continue
+            assert changed != known, (field, other)
 
 
 @both
@@ -197,6 +241,10 @@ def test_a_misfit_is_one_clear_error_on_every_path(name: str, what: str, device:
     else:
         pytest.skip(f"the op takes {what}")
     assert message.startswith(f"{name}:")
-    for path in (op, op.decide, lambda one: op.run("reference", one), lambda one: op.run("torch", one)):
+    public = op.of_fields(op.call_type)
+    # what is kept of a right call takes no wrong one
+    public(*contract.copied(call))
+    paths = (op, lambda one: public(*one), op.decide)
+    for path in (*paths, lambda one: op.run("reference", one), lambda one: op.run("torch", one)):
         with pytest.raises((InvalidArgument, Unsupported)):
             path(wrong)

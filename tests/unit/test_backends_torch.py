@@ -15,9 +15,11 @@ from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 
 
-@pytest.fixture
-def rounding(device: str) -> Iterator[Any]:
-    """The settings of products on the device; put back afterwards."""
+@pytest.fixture(params=["read", "read by name"])
+def rounding(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The settings of products on the device, read with and without PyTorch's own reader; put back afterwards."""
+    if request.param == "read by name":
+        monkeypatch.setattr(common, "_precision_of", None)
     settings = common.settings_of(device)
     before = settings.fp32_precision
     yield settings

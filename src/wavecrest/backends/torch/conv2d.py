@@ -27,11 +27,11 @@ def _finished(y: Tensor, call: Conv2dCall) -> Tensor:
 def _bind(call: Conv2dCall) -> Callable[[Conv2dCall], Tensor]:
     stride, padding, dilation, groups = call[3:7]
     # the op's memory format, which is PyTorch's own, also where its library has no channels_last (MIOpen)
-    layout = call.memory_format
+    layout, more = call.memory_format, call.residual is not None or call.activation is not None
 
     def run(call: Conv2dCall) -> Tensor:
         y = F.conv2d(call.x, call.weight, call.bias, stride, padding, dilation, groups)
-        return _finished(y, call).contiguous(memory_format=layout)
+        return (_finished(y, call) if more else y).contiguous(memory_format=layout)
 
     return run
 

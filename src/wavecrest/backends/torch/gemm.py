@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
 import wavecrest.ops.common.target as _target
-from wavecrest.backends.torch.common import PRIORITY, ROUNDED, UNROUNDED, rounds, settings_of
+from wavecrest.backends.torch.common import PRIORITY, ROUNDED, rounds, unrounded
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.ops._gemm.backend import op
@@ -136,27 +136,17 @@ def bind(call: GemmCall) -> Bound:
     normed, into_residual = call.norm_weight is not None, _bind_residual(call)
     multiply, bias_is_left = _multiplication(call)
     epilogue = bind_epilogue(call, bias_is_left)
-    # a user may change them between two calls. Dynamo does not trace them: `refuse` looks while it compiles
-    settings = settings_of(call.a.device.type) if _is_ieee(call) and not torch.compiler.is_compiling() else None
-    if settings is None and into_residual is None and epilogue is None and not normed:
-        return multiply
 
-    def run(call: GemmCall) -> Tensor:
+    def all_of(call: GemmCall) -> Tensor:
         if normed:
             call = normalised(call)
-        before = None
-        if settings is not None and settings.fp32_precision not in UNROUNDED:
-            before, settings.fp32_precision = settings.fp32_precision, "ieee"
-        try:
-            if into_residual is not None and (result := into_residual(call)) is not None:
-                return result
-            y = multiply(call)
-        finally:
-            if settings is not None and before is not None:
-                settings.fp32_precision = before
+        if into_residual is not None and (result := into_residual(call)) is not None:
+            return result
+        y = multiply(call)
         return y if epilogue is None else epilogue(call, y)
 
-    return run
+    work = multiply if into_residual is None and epilogue is None and not normed else all_of
+    return unrounded(call.a.device.type, work) if _is_ieee(call) else work
 
 
 def run(call: GemmCall) -> Tensor:

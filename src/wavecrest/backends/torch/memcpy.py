@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,19 +12,28 @@ from wavecrest.ops._memcpy.backend import op
 from wavecrest.ops._memcpy.call import MemcpyCall, words_of
 
 
-def _memcpy(call: MemcpyCall) -> Tensor:
-    x = call.x
-    if call.mode == "copy":
-        return x.clone()
-    words = words_of(x)
+def _copy(call: MemcpyCall) -> Tensor:
+    return call.x.clone()
+
+
+def _read_or_write(call: MemcpyCall) -> Tensor:
+    x, words = call.x, words_of(call.x)
     if call.mode == "read":
         # as int64: PyTorch sums integers in it
         return words.sum()
     return torch.full_like(words, call.signed_value).view(x.dtype).view(x.shape)
 
 
+def _bind(call: MemcpyCall) -> Callable[[MemcpyCall], Tensor]:
+    return _copy if call.mode == "copy" else _read_or_write
+
+
+def _run(call: MemcpyCall) -> Tensor:
+    return _bind(call)(call)
+
+
 def _refuse(call: MemcpyCall) -> str | None:
     return None if call.programs is None else "chooses the number of programs by itself"
 
 
-op.attach("torch", _memcpy, refuse=_refuse, priority=PRIORITY)
+op.attach("torch", _run, refuse=_refuse, priority=PRIORITY, bind=_bind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,26 +27,26 @@ def _refuse(call: RowCall) -> str | None:
     return other_dtype(call.x, weight=call.weight, bias=call.bias) or _refuse_wide(call)
 
 
-def _rms_norm(x: Tensor, size: Sequence[int], call: RowCall) -> Tensor:
-    return torch.rms_norm(x, size, call.weight, call.eps)
-
-
-def _layer_norm(x: Tensor, size: Sequence[int], call: RowCall) -> Tensor:
-    return torch.layer_norm(x, size, call.weight, call.bias, call.eps)
-
-
-def _bind_norm(norm: Callable[[Tensor, Sequence[int], RowCall], Tensor], call: RowCall) -> Callable[[RowCall], Any]:
+def _bind_norm(call: RowCall) -> Callable[[RowCall], Any]:
     """The function for calls with the signature of this one: y, or y and the sum where there is a residual."""
-    size = call.x.shape[-1:]
-    if call.residual is None:
-        return lambda call: norm(call.x, size, call)
+    size, eps = call.x.shape[-1:], call.eps
 
-    def run(call: RowCall) -> tuple[Tensor, Tensor]:
+    def norm(x: Tensor, call: RowCall) -> Tensor:
+        if call.kind == "rms":
+            return torch.rms_norm(x, size, call.weight, eps)
+        return torch.layer_norm(x, size, call.weight, call.bias, eps)
+
+    def with_residual(call: RowCall) -> tuple[Tensor, Tensor]:
         assert call.residual is not None
         h = call.x + call.residual
-        return norm(h, size, call), h
+        return norm(h, call), h
 
-    return run
+    # written out where it is all there is: a call of Python less
+    if call.residual is not None:
+        return with_residual
+    if call.kind == "rms":
+        return lambda call: torch.rms_norm(call.x, size, call.weight, eps)
+    return lambda call: torch.layer_norm(call.x, size, call.weight, call.bias, eps)
 
 
 def _bind_softmax(_call: RowCall) -> Callable[[RowCall], Tensor]:
@@ -58,10 +58,10 @@ def _run(bind: Callable[[RowCall], Callable[[RowCall], Any]], call: RowCall) -> 
 
 
 for _name, _bind, _refusal in (
-    ("rms_norm", partial(_bind_norm, _rms_norm), _refuse),
-    ("add_rms_norm", partial(_bind_norm, _rms_norm), _refuse),
-    ("layer_norm", partial(_bind_norm, _layer_norm), _refuse),
-    ("add_layer_norm", partial(_bind_norm, _layer_norm), _refuse),
+    ("rms_norm", _bind_norm, _refuse),
+    ("add_rms_norm", _bind_norm, _refuse),
+    ("layer_norm", _bind_norm, _refuse),
+    ("add_layer_norm", _bind_norm, _refuse),
     ("softmax", _bind_softmax, _refuse_wide),
 ):
     registry.get(_name).attach("torch", partial(_run, _bind), refuse=_refusal, priority=PRIORITY, bind=_bind)

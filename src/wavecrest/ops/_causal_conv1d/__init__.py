@@ -12,6 +12,8 @@ from wavecrest.ops._causal_conv1d.call import CausalConv1dCall
 
 __all__ = ["causal_conv1d"]
 
+_run = _op.of_fields(CausalConv1dCall)
+
 
 def causal_conv1d(
     x: Tensor,
@@ -42,7 +44,7 @@ def causal_conv1d(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    y = _op(CausalConv1dCall(x, weight, bias, initial, seq_lens, activation))
+    y = _run(x, weight, bias, initial, seq_lens, activation)
     if not return_last_inputs:
         return y
     kept = weight.shape[1] - 1

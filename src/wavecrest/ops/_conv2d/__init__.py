@@ -9,6 +9,8 @@ from wavecrest.ops._conv2d.call import Conv2dCall, Pair
 
 __all__ = ["conv2d"]
 
+_run = _op.of_fields(Conv2dCall)
+
 
 def conv2d(
     x: Tensor,
@@ -50,4 +52,4 @@ def conv2d(
         padding = tuple(padding)
     if isinstance(dilation, list):
         dilation = tuple(dilation)
-    return _op(Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation, residual))
+    return _run(x, weight, bias, stride, padding, dilation, groups, activation, residual)

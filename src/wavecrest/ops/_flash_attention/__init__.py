@@ -13,6 +13,8 @@ from wavecrest.ops._flash_attention.call import MANY_HEADS, FlashAttentionCall, 
 
 __all__ = ["flash_attention"]
 
+_run = _op.of_fields(FlashAttentionCall)
+
 
 def _doubt_layout(q: Tensor, k: Tensor) -> None:
     """Warn of q and k that were read as [B, S, H, D] with more heads than tokens, and than any model has."""
@@ -121,10 +123,8 @@ def flash_attention(
     if isinstance(window, list):
         # calls are looked up by their arguments
         window = tuple(window)
-    return _op(
-        FlashAttentionCall(
-            q, k, v, layout, causal, window, softmax_scale, bias, alibi_slopes, softcap, sinks, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, q_descale, k_descale, v_descale, p_descale, out_dtype,
-            dropout_p, seed,
-        )
+    return _run(
+        q, k, v, layout, causal, window, softmax_scale, bias, alibi_slopes, softcap, sinks, cu_seqlens_q,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, q_descale, k_descale, v_descale, p_descale, out_dtype,
+        dropout_p, seed,
     )  # fmt: skip

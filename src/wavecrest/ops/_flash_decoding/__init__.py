@@ -9,6 +9,8 @@ from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 
 __all__ = ["flash_decoding"]
 
+_run = _op.of_fields(FlashDecodingCall)
+
 
 def flash_decoding(
     q: Tensor,
@@ -84,10 +86,8 @@ def flash_decoding(
         InvalidArgument: a shape, dtype, device or option is outside this, or k, v or what they are written to needs
             gradients.
     """
-    return _op(
-        FlashDecodingCall(
-            q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
-            v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts, k, v, cos, sin, rotary_style,
-            append_lens,
-        )
+    return _run(
+        q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
+        v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts, k, v, cos, sin, rotary_style,
+        append_lens,
     )  # fmt: skip

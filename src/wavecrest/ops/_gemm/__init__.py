@@ -11,6 +11,8 @@ from wavecrest.ops.packed import PackedWeight
 
 __all__ = ["gemm", "linear"]
 
+_run = _op.of_fields(GemmCall)
+
 
 def gemm(
     a: Tensor,
@@ -67,11 +69,9 @@ def gemm(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    return _op(
-        GemmCall(
-            a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along,
-            precision, "plain", 0, None, norm_weight, norm_eps, None, overwrite_residual,
-        )
+    return _run(
+        a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along,
+        precision, "plain", 0, None, norm_weight, norm_eps, None, overwrite_residual,
     )  # fmt: skip
 
 
@@ -114,9 +114,7 @@ def linear(
     """
     b, scale_weight, form, group, zero, tail = stored_weight(x, weight, scale_weight, tail)
     # by position: keywords cost 0.5 µs a call
-    return _op(
-        GemmCall(
-            x, b, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
-            form, group, zero, norm_weight, norm_eps, tail, overwrite_residual,
-        )
+    return _run(
+        x, b, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
+        form, group, zero, norm_weight, norm_eps, tail, overwrite_residual,
     )  # fmt: skip

@@ -159,15 +159,9 @@ class GemmCall(NamedTuple):
         )  # fmt: skip
 
 
-class StoredWeight(NamedTuple):
-    """Fields of a GemmCall that the weight of `linear` brings."""
-
-    b: Tensor
-    scale_b: Tensor | None = None
-    form: str = "plain"
-    group: int = 0
-    zero: Tensor | None = None
-    tail: Tensor | None = None
+# the fields of a GemmCall that the weight of `linear` brings, in this order: a tuple, as a call makes one
+STORED = ("b", "scale_b", "form", "group", "zero", "tail")
+StoredWeight = tuple[Tensor, Tensor | None, str, int, Tensor | None, Tensor | None]
 
 
 def stored_weight(
@@ -195,7 +189,7 @@ def stored_weight(
             group = weight.group if by_group else 0
             zero = None if weight.zero is None else weight.zero.mT
     elif scale is None and tail is None and isinstance(weight, Tensor) and weight.ndim == 2:
-        return StoredWeight(weight.t())
+        return weight.t(), None, form, group, None, None
     if not isinstance(stored, Tensor) or stored.ndim != 2:
         found = list(stored.shape) if isinstance(stored, Tensor) else type(stored).__name__
         raise InvalidArgument(f"linear: weight must be a tensor [N, K], got {found}")
@@ -205,7 +199,7 @@ def stored_weight(
         if not isinstance(tail, Tensor) or isinstance(tail, PackedWeight) or tail.ndim != 2:
             raise InvalidArgument("linear: a tail is a plain tensor [T, K]")
         tail = tail.mT
-    return StoredWeight(stored.t(), scale, form, group, zero, tail)
+    return stored.t(), scale, form, group, zero, tail
 
 
 def linear_call(
@@ -223,8 +217,8 @@ def linear_call(
     Raises:
         InvalidArgument: the weight, its scales, x or the tail do not fit.
     """
-    stored = stored_weight(x, weight, scale_weight, tail)
-    return GemmCall(x, bias=bias, scale_a=scale_x, **stored._asdict(), **options)
+    stored: dict[str, Any] = dict(zip(STORED, stored_weight(x, weight, scale_weight, tail), strict=True))
+    return GemmCall(x, bias=bias, scale_a=scale_x, **stored, **options)
 
 
 def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: int = 0) -> str | None:

@@ -13,6 +13,8 @@ from wavecrest.ops._memcpy.call import MemcpyCall
 
 __all__ = ["memcpy"]
 
+_run = _op.of_fields(MemcpyCall)
+
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:
     """Move the bytes of a tensor through the memory of its device once: to measure bandwidth, not to save a line.
@@ -31,4 +33,4 @@ def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: in
     Raises:
         InvalidArgument: an argument is outside this, or x starts inside a 32-bit word of its storage.
     """
-    return _op(MemcpyCall(x, mode, programs, value))
+    return _run(x, mode, programs, value)

@@ -9,6 +9,8 @@ from wavecrest.ops._mla_decode.call import MlaDecodeCall, MlaResult
 
 __all__ = ["mla_decode"]
 
+_run = _op.of_fields(MlaDecodeCall)
+
 
 def mla_decode(
     q_nope: Tensor,
@@ -67,9 +69,7 @@ def mla_decode(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    return _op(
-        MlaDecodeCall(
-            q_nope, q_rope, latent_cache, seq_lens, block_table, w_uk, w_uv, softmax_scale, logit_cap, cos, sin,
-            positions, rope_style, return_lse, batch_invariant,
-        )
+    return _run(
+        q_nope, q_rope, latent_cache, seq_lens, block_table, w_uk, w_uv, softmax_scale, logit_cap, cos, sin,
+        positions, rope_style, return_lse, batch_invariant,
     )  # fmt: skip

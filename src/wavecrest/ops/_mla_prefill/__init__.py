@@ -10,6 +10,8 @@ from wavecrest.ops._mla_prefill.call import MlaPrefillCall
 
 __all__ = ["mla_prefill"]
 
+_run = _op.of_fields(MlaPrefillCall)
+
 
 def mla_prefill(
     q_nope: Tensor,
@@ -56,9 +58,7 @@ def mla_prefill(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    return _op(
-        MlaPrefillCall(
-            q_nope, q_rope, latent_cache, seq_lens, block_table, w_uk, w_uv, softmax_scale, logit_cap, cos, sin,
-            positions, rope_style, return_lse, batch_invariant,
-        )
+    return _run(
+        q_nope, q_rope, latent_cache, seq_lens, block_table, w_uk, w_uv, softmax_scale, logit_cap, cos, sin,
+        positions, rope_style, return_lse, batch_invariant,
     )  # fmt: skip

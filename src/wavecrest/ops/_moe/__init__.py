@@ -9,6 +9,8 @@ from wavecrest.ops._moe.call import MoeCall
 
 __all__ = ["moe"]
 
+_run = _op.of_fields(MoeCall)
+
 
 def moe(
     x: Tensor,
@@ -58,9 +60,7 @@ def moe(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    return _op(
-        MoeCall(
-            x, w1, w2, topk_weights, topk_ids, b1, b2, activation, interleaved, alpha, limit, w1_scale, w2_scale,
-            w1_zero, w2_zero,
-        )
+    return _run(
+        x, w1, w2, topk_weights, topk_ids, b1, b2, activation, interleaved, alpha, limit, w1_scale, w2_scale,
+        w1_zero, w2_zero,
     )  # fmt: skip

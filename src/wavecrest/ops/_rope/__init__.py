@@ -13,6 +13,8 @@ from wavecrest.ops._rope.call import RopeCall
 
 __all__ = ["rope"]
 
+_run = _op.of_fields(RopeCall)
+
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:
     """x with the first R columns of each head rotated by the angles of its token's position, rounded once from float32.
@@ -34,4 +36,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, s
     Raises:
         InvalidArgument: a shape, dtype, device or style is outside this.
     """
-    return _op(RopeCall(x, cos, sin, positions, style))
+    return _run(x, cos, sin, positions, style)

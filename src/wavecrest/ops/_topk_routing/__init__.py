@@ -9,6 +9,8 @@ from wavecrest.ops._topk_routing.call import TopkRoutingCall
 
 __all__ = ["topk_routing"]
 
+_run = _op.of_fields(TopkRoutingCall)
+
 
 def topk_routing(
     logits: Tensor,
@@ -41,4 +43,4 @@ def topk_routing(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    return _op(TopkRoutingCall(logits, k, bias, scores, renormalize, scale, num_groups, topk_groups))
+    return _run(logits, k, bias, scores, renormalize, scale, num_groups, topk_groups)

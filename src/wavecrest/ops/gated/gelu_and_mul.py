@@ -7,6 +7,8 @@ from torch import Tensor
 from wavecrest.ops.gated.backend import gelu_op as _op
 from wavecrest.ops.gated.call import GatedCall
 
+_run = _op.of_fields(GatedCall)
+
 
 def gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """y = gelu(gate) · up, in float32 and rounded once.
@@ -23,4 +25,4 @@ def gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "non
     Raises:
         InvalidArgument: a shape, dtype or device, or approximate, is outside this.
     """
-    return _op(GatedCall("gelu", gate, up, approximate))
+    return _run("gelu", gate, up, approximate)

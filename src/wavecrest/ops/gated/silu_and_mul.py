@@ -7,6 +7,8 @@ from torch import Tensor
 from wavecrest.ops.gated.backend import silu_op as _op
 from wavecrest.ops.gated.call import GatedCall
 
+_run = _op.of_fields(GatedCall)
+
 
 def silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """y = silu(gate) · up, in float32 and rounded once.
@@ -22,4 +24,4 @@ def silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Raises:
         InvalidArgument: a shape, dtype or device is outside this.
     """
-    return _op(GatedCall("silu", gate, up))
+    return _run("silu", gate, up)

@@ -9,6 +9,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("add_layer_norm", "layer", residual=True))
+_run = _op.of_fields(RowCall)
 
 
 def add_layer_norm(
@@ -35,4 +36,4 @@ def add_layer_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    return _op(RowCall("layer", x, residual, weight, bias, eps))
+    return _run("layer", x, residual, weight, bias, eps)

@@ -12,6 +12,7 @@ from wavecrest.ops.rows.call import RowCall, Spec
 _op: Op[RowCall, tuple[Tensor, Tensor, Tensor]] = register(
     Spec("add_layer_norm_quantize", "layer", residual=True, quantized=True)
 )
+_run = _op.of_fields(RowCall)
 
 
 def add_layer_norm_quantize(
@@ -45,4 +46,4 @@ def add_layer_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    return _op(RowCall("layer", x, residual, weight, bias, eps, dtype, granularity, scale))
+    return _run("layer", x, residual, weight, bias, eps, dtype, granularity, scale)

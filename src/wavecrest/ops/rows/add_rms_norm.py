@@ -9,6 +9,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("add_rms_norm", "rms", residual=True))
+_run = _op.of_fields(RowCall)
 
 
 def add_rms_norm(
@@ -33,4 +34,4 @@ def add_rms_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    return _op(RowCall("rms", x, residual, weight, None, eps))
+    return _run("rms", x, residual, weight, None, eps)

@@ -12,6 +12,7 @@ from wavecrest.ops.rows.call import RowCall, Spec
 _op: Op[RowCall, tuple[Tensor, Tensor, Tensor]] = register(
     Spec("add_rms_norm_quantize", "rms", residual=True, quantized=True)
 )
+_run = _op.of_fields(RowCall)
 
 
 def add_rms_norm_quantize(
@@ -43,4 +44,4 @@ def add_rms_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    return _op(RowCall("rms", x, residual, weight, None, eps, dtype, granularity, scale))
+    return _run("rms", x, residual, weight, None, eps, dtype, granularity, scale)

@@ -10,6 +10,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, Tensor] = register(Spec("dequantize", "scaled", quantized=True))
+_run = _op.of_fields(RowCall)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -26,4 +27,4 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) ->
     Raises:
         InvalidArgument: a shape, dtype or device is outside this.
     """
-    return _op(RowCall("scaled", q, dtype=dtype, scale=scale))
+    return _run("scaled", q, dtype=dtype, scale=scale)

@@ -9,6 +9,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, Tensor] = register(Spec("layer_norm", "layer"))
+_run = _op.of_fields(RowCall)
 
 
 def layer_norm(
@@ -31,4 +32,4 @@ def layer_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    return _op(RowCall("layer", x, None, weight, bias, eps))
+    return _run("layer", x, None, weight, bias, eps)

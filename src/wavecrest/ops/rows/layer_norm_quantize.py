@@ -10,6 +10,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("layer_norm_quantize", "layer", quantized=True))
+_run = _op.of_fields(RowCall)
 
 
 def layer_norm_quantize(
@@ -40,4 +41,4 @@ def layer_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    return _op(RowCall("layer", x, None, weight, bias, eps, dtype, granularity, scale))
+    return _run("layer", x, None, weight, bias, eps, dtype, granularity, scale)

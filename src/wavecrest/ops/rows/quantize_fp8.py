@@ -15,6 +15,7 @@ FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("quantize_fp8", "identity", quantized=True, dtypes=FLOATS))
+_run = _op.of_fields(RowCall)
 
 
 # a constant where Dynamo traces a call
@@ -46,6 +47,4 @@ def quantize_fp8(
     Raises:
         InvalidArgument: a shape, dtype, device or granularity is outside this.
     """
-    return _op(
-        RowCall("identity", x, dtype=_native() if dtype is None else dtype, granularity=granularity, scale=scale)
-    )
+    return _run("identity", x, dtype=_native() if dtype is None else dtype, granularity=granularity, scale=scale)

@@ -12,6 +12,7 @@ from wavecrest.ops.rows.call import RowCall, Spec
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(
     Spec("quantize_int8", "identity", quantized=True, dtypes=(torch.int8,))
 )
+_run = _op.of_fields(RowCall)
 
 
 def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> tuple[Tensor, Tensor]:
@@ -31,4 +32,4 @@ def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "to
     Raises:
         InvalidArgument: a shape, dtype, device or granularity is outside this.
     """
-    return _op(RowCall("identity", x, dtype=torch.int8, granularity=granularity, scale=scale))
+    return _run("identity", x, dtype=torch.int8, granularity=granularity, scale=scale)

@@ -9,6 +9,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, Tensor] = register(Spec("rms_norm", "rms"))
+_run = _op.of_fields(RowCall)
 
 
 def rms_norm(
@@ -29,4 +30,4 @@ def rms_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    return _op(RowCall("rms", x, None, weight, None, eps))
+    return _run("rms", x, None, weight, None, eps)

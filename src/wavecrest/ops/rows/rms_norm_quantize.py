@@ -10,6 +10,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("rms_norm_quantize", "rms", quantized=True))
+_run = _op.of_fields(RowCall)
 
 
 def rms_norm_quantize(
@@ -38,4 +39,4 @@ def rms_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    return _op(RowCall("rms", x, None, weight, None, eps, dtype, granularity, scale))
+    return _run("rms", x, None, weight, None, eps, dtype, granularity, scale)

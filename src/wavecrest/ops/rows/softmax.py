@@ -12,6 +12,7 @@ from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
 _op: Op[RowCall, Tensor] = register(Spec("softmax", "softmax"))
+_run = _op.of_fields(RowCall)
 
 
 def _dimension(x: Any, dim: Any) -> int:
@@ -39,6 +40,6 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         InvalidArgument: a shape, dtype or dim is outside this.
     """
     if dim == -1 or dim == getattr(x, "ndim", 0) - 1:
-        return _op(RowCall("softmax", x))
+        return _run("softmax", x)
     dim = _dimension(x, dim)
-    return _op(RowCall("softmax", x.movedim(dim, -1))).movedim(-1, dim)
+    return _run("softmax", x.movedim(dim, -1)).movedim(-1, dim)

@@ -13,6 +13,8 @@ from wavecrest.ops.mlstm.reference import parallel, result_like, rows_of
 
 __all__ = ["mlstm_chunkwise", "mlstm_parallel"]
 
+_run = _op.of_fields(MlstmCall)
+
 
 def mlstm_chunkwise(
     q: Tensor,
@@ -82,11 +84,11 @@ def mlstm_chunkwise(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    result = _op(MlstmCall(
+    result = _run(
         q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, chunk_size, input_gate, normalize,
         gate_soft_cap, cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
         batch_invariant,
-    ))  # fmt: skip
+    )  # fmt: skip
     if not return_last_states:
         return result
     h, *states = result

@@ -12,6 +12,8 @@ from wavecrest.ops.mlstm.sequence.backend import op as _op
 
 __all__ = ["mlstm_sequence"]
 
+_run = _op.of_fields(MlstmCall)
+
 
 def mlstm_sequence(
     q: Tensor,
@@ -57,11 +59,11 @@ def mlstm_sequence(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    result = _op(MlstmCall(
+    result = _run(
         q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, chunk_size, input_gate, normalize,
         gate_soft_cap, cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
         batch_invariant,
-    ))  # fmt: skip
+    )  # fmt: skip
     if not return_last_states:
         return result
     h, *states = result

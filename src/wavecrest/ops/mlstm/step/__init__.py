@@ -12,6 +12,8 @@ from wavecrest.ops.mlstm.step.backend import op as _op
 
 __all__ = ["mlstm_step"]
 
+_run = _op.of_fields(MlstmStepCall)
+
 
 def mlstm_step(
     q: Tensor,
@@ -59,8 +61,8 @@ def mlstm_step(
         InvalidArgument: a shape, dtype, device or option is outside this; or in_place with gradients, or with states
             whose elements share memory.
     """
-    h, *states = _op(MlstmStepCall(
+    h, *states = _run(
         q, k, v, i, f, c, n, m, eps, input_gate, normalize, gate_soft_cap, norm_weight, norm_eps, output_gate,
         in_place, state_dtype, arrivals,
-    ))  # fmt: skip
+    )  # fmt: skip
     return h, tuple(states)

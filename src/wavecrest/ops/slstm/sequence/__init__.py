@@ -11,6 +11,8 @@ from wavecrest.ops.slstm.sequence.backend import op as _op
 
 __all__ = ["slstm_sequence"]
 
+_run = _op.of_fields(SlstmCall)
+
 
 def slstm_sequence(
     x: Tensor,
@@ -57,10 +59,10 @@ def slstm_sequence(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    result = _op(SlstmCall(
+    result = _run(
         x, r, bias, h_initial, c_initial, n_initial, m_initial, return_last_states, forget_gate, seq_starts, seq_lens,
         resets,
-    ))  # fmt: skip
+    )  # fmt: skip
     if not return_last_states:
         return result
     y, *states = result

@@ -11,6 +11,8 @@ from wavecrest.ops.slstm.step.backend import op as _op
 
 __all__ = ["slstm_step"]
 
+_run = _op.of_fields(SlstmStepCall)
+
 
 def slstm_step(
     x: Tensor,
@@ -40,5 +42,5 @@ def slstm_step(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
-    y, *states = _op(SlstmStepCall(x, r, h, c, n, m, bias, forget_gate))
+    y, *states = _run(x, r, h, c, n, m, bias, forget_gate)
     return y, tuple(states)
