@@ -12,7 +12,7 @@ from torch import nn
 from tests.optimizer import simulated
 from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
-from wavecrest import records
+from wavecrest import hardware, records
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer import planner
 from wavecrest.optimizer.planner import best_together, densest_together
@@ -245,8 +245,10 @@ def test_seconds_lost_on_a_step_do_not_cost_the_only_gain(run: Run, late: float,
 class Traces(TakePauseOut):
     """Finds its sites by tracing the model, which takes half a minute."""
 
-    traces = True
     looked = 0
+
+    def traces_on(self, device: hardware.Device) -> bool:
+        return True
 
     def hope(self, context: StepContext) -> Prediction:
         return Prediction(1.05, "planted")
@@ -311,6 +313,17 @@ def test_a_model_is_traced_again_only_where_there_is_time_for_that(run: Run, bud
     record = run(step, Humble(), budget=budget).record
     assert {row.id: row.verdict for row in record.steps} == {"half": "kept", "vain": "skipped"}
     assert step.looked == looks
+
+
+def test_a_model_is_not_traced_for_sites_that_gain_nothing(run: Run) -> None:
+    class Vain(Traces):
+        def hope(self, context: StepContext) -> Prediction:
+            return Prediction(1.0, "at best, as planted")
+
+    step = Vain()
+    rows = {row.id: row for row in run(step, TakeHalfOut(), budget=300.0).record.steps}
+    assert step.looked == 0 and rows["half"].verdict == "kept" and rows["gain"].verdict == "skipped"
+    assert rows["gain"].reason == "the model was not traced for its sites: 1.00× at best, as planted"
 
 
 def test_a_model_is_traced_when_nothing_else_promises_more(run: Run) -> None:

@@ -64,7 +64,7 @@ class Candidate:
         error: why there is nothing to try.
         prediction: what it is worth there.
         kind: of trial.
-        seconds: of its trial, expected.
+        seconds: of its trial, expected; without those of `unseen`.
         reserve: seconds to leave for the end of the run if it is kept.
         cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
         why: it is tried now.
@@ -109,7 +109,17 @@ class Candidate:
     @property
     def rate(self) -> float:
         """Gain a second of all that it costs if it is tried now."""
-        return self.gain / (self.seconds + self.proof + self.behind)
+        return self.gain / (self.trial_seconds + self.proof + self.behind)
+
+    @property
+    def trial_seconds(self) -> float:
+        """Seconds until its verdict."""
+        return self.unseen + self.seconds
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the model need not be traced for its sites: nothing is gained at best."""
+        return bool(self.unseen) and self.gain <= 0
 
     @property
     def tier(self) -> int:
@@ -165,11 +175,7 @@ class Planner:
             cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
             self._look([step for step, _ in steps if self._has_looked(step)], again=cheap)
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
-            for one in candidates:
-                if one.unseen:
-                    one.prediction = self._less_what_goes(one.step, one.step.hope(self.run.context))
-                    one.seconds += one.unseen
-            chosen = self._choose([one for one in candidates if one.is_able or one.unseen])
+            chosen = self._choose([one for one in candidates if one.is_able or (one.unseen and not one.is_hopeless)])
             if chosen is not None and chosen.unseen:
                 # it is worth tracing the model now
                 self._look([chosen.step], again=True)
@@ -179,7 +185,9 @@ class Planner:
             doubtful = [chosen.step] if chosen else []
             if chosen is None or chosen.prediction.ratio is None:
                 doubtful += [one.step for one in candidates if not one.is_able]
-            doubtful = [step for step in doubtful if not step.traces or self._can_trace(step)]
+            hopeless = {one.step.id for one in candidates if one.is_hopeless}
+            doubtful = [step for step in doubtful if step.id not in hopeless]
+            doubtful = [step for step in doubtful if not self._traces(step) or self._can_trace(step)]
             if not self._look(doubtful, again=True):
                 return chosen
 
@@ -220,9 +228,12 @@ class Planner:
 
     # ---- looks and predictions
 
+    def _traces(self, step: Step) -> bool:
+        return step.traces_on(self.run.context.device)
+
     def _has_looked(self, step: Step) -> bool:
         """Whether a step has looked, or may do so at no cost."""
-        return not step.traces or step.id in self._looks
+        return not self._traces(step) or step.id in self._looks
 
     def _is_late(self, step: Step) -> bool:
         """Whether a step that traces the model has not looked, and its seconds are better spent on other trials."""
@@ -304,7 +315,7 @@ class Planner:
             context.shared.clear()
         took = run.now() - begin
         self._looking = max(self._looking, took)
-        if any(step.traces for step in steps if step.id in moved):
+        if any(self._traces(step) for step in steps if step.id in moved):
             self._traced = max(self._traced, took)
         return bool(moved)
 
@@ -351,8 +362,8 @@ class Planner:
             seconds = run.costs.expect(kind)
         seconds, reserve = max(seconds, LEAST_SECONDS), self._reserve(step)
         if look is None:
-            unseen = Prediction(None, "not predicted: its sites are not known")
-            return Candidate(step, attempt, None, None, unseen, kind, seconds, reserve, unseen=self._tracing)
+            hope = self._less_what_goes(step, step.hope(run.context)) if self._traces(step) else Prediction(None, "")
+            return Candidate(step, attempt, None, None, hope, kind, seconds, reserve, unseen=self._tracing)
         return self._with_cause(
             Candidate(step, attempt, look.found, look.error, look.prediction, kind, seconds, reserve)
         )
@@ -437,10 +448,10 @@ class Planner:
     def _choose(self, able: Sequence[Candidate]) -> Candidate | None:
         """The candidate that gains most a second among those of the lowest tier that are worth their time together."""
         left = self.run.seconds_left
-        fits = [one for one in able if one.seconds + one.reserve <= left]
+        fits = [one for one in able if one.trial_seconds + one.reserve <= left]
         if not fits and not self.run.ledger.applied.steps:
             left += LATE_SHARE * self.run.options.budget
-            fits = [one for one in able if one.seconds + one.reserve <= left]
+            fits = [one for one in able if one.trial_seconds + one.reserve <= left]
         waiting = {one.step.id for one in fits if one.attempt == 1}
         ready = [one for one in fits if not waiting.intersection(one.step.tried_after)]
         if not ready:
@@ -450,14 +461,14 @@ class Planner:
         self._charge(same)
         reserve = min(one.reserve for one in same)
         # the last of them makes no trial behind it longer
-        items = [(one.gain, one.seconds + one.proof) for one in same]
+        items = [(one.gain, one.trial_seconds + one.proof) for one in same]
         together, greedy = best_together(items, left - reserve), densest_together(items, left - reserve)
         is_better = sum(items[i][0] for i in together) > BETTER * sum(items[i][0] for i in greedy)
         worth = [same[index] for index in (together if is_better else greedy)] or same
         if self._one_only:
             # each with its own proof: no other step shares it
             proofs = {one.step.id: self._proof(one.step, 1) for one in same}
-            chosen = max(same, key=lambda one: one.gain / (one.seconds + proofs[one.step.id]))
+            chosen = max(same, key=lambda one: one.gain / (one.trial_seconds + proofs[one.step.id]))
         else:
             chosen = max(worth, key=lambda one: one.rate)
         chosen.why = _why(chosen, len(able))

@@ -60,6 +60,8 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     outcome.predicted, outcome.prediction = None, ""
     if one.error is not None:
         _refuse(outcome, one.error)
+    elif one.is_hopeless:
+        _close(outcome, "skipped", f"the model was not traced for its sites: {one.ratio:.2f}× {one.prediction.basis}")
     elif one.is_able or one.unseen:
         takes = f"it takes about {one.seconds:.0f} s and its proof {one.reserve:.0f} s"
         if one.unseen:

@@ -140,7 +140,6 @@ class Step:
         tried_after: ids of steps that are tried before this one where both apply, as they change its sites.
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
-        traces: its sites are found by tracing the model, which is done only where the step can be tried behind it.
         joins: it applies steps that tied together; its sites depend on `StepContext.ties` too.
         eager_only: sizes depend on values in what it makes, so that it excludes compilation and capture, and they it.
     """
@@ -154,7 +153,6 @@ class Step:
     tried_after: Sequence[str] = ()
     searches: bool = False
     cures: Sequence[CauseKind] = ()
-    traces: bool = False
     joins: bool = False
     eager_only: bool = False
 
@@ -184,8 +182,12 @@ class Step:
         """The expected speed-up, before anything is changed."""
         raise NotImplementedError
 
+    def traces_on(self, device: Device) -> bool:
+        """Whether its sites are found by tracing the model, which is done only where there is time for a trial too."""
+        return False
+
     def hope(self, context: StepContext) -> Prediction:
-        """The expected speed-up if every site that it looks for is there, by the profile; of steps that trace."""
+        """The expected speed-up if every site that it looks for is there, by the profile; of a step that traces."""
         raise NotImplementedError
 
     def excludes(self, other: Step) -> bool:

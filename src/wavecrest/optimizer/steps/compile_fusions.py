@@ -14,6 +14,8 @@ from wavecrest.optimizer.steps.params import FusedPreset
 if TYPE_CHECKING:
     from torch import nn
 
+    from wavecrest.hardware import Device
+
 # shares of the time of elementwise work that an activation inside its GEMM, and of norms that the residual addition
 # inside the norm, typically save; and of both, where attention is written out, whose softmax counts as a norm: a model
 # for ordering expectations, not a measurement
@@ -27,11 +29,14 @@ class CompileFusions(Compile):
 
     level = 4
     params_type = FusedPreset
-    traces = True
 
     def __init__(self, preset: Preset) -> None:
         super().__init__(preset)
         self._inductor = preset.fusions == "inductor"
+
+    def traces_on(self, device: Device) -> bool:
+        """On the preset's devices."""
+        return device.vendor in self.preset.devices
 
     def find(self, context: StepContext) -> Found:
         """Models in whose graphs something can be fused, with a faster backend of gemm for each activation."""

@@ -107,4 +107,4 @@ class JoinTies(Step):
 
 def can_join(step: Step) -> bool:
     """Whether a step is surgery on modules that is looked for without tracing the model."""
-    return step.phase == "surgery" and not step.joins and not step.traces
+    return step.phase == "surgery" and not step.joins
