@@ -12,11 +12,14 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from wavecrest.bench.baseline import peak_memory
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
+from wavecrest.measure import fork_server
 from wavecrest.measure.fork_server import ForkServer
 from wavecrest.measure.timing import Side
-from wavecrest.measure.workload import Buckets, from_example
+from wavecrest.measure.workload import Buckets, Call, from_example
 from wavecrest.optimizer import children, side
 from wavecrest.optimizer.children import Job, Problem, SideReport, Starter, Task, run_child, run_pairs
 
@@ -241,6 +244,26 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
         with pytest.raises(EnvironmentProblem, match="dies failed: exit code 7"):
             run_pairs([{"base": same, "new": dies}], 4, starter=starter)
         assert len(interpreters) == 5
+
+
+def test_variables_that_libraries_set_as_they_work_stop_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run profiles and compiles behind the begin of its starter; any other variable is named."""
+    for name in fork_server.AT_USE:
+        monkeypatch.delenv(name, raising=False)
+    job = Job(Task("work.py:make", "cuda:0", 0.1), {}, "same")
+    model = nn.Linear(2, 2)
+    with Starter(model, "cuda:0") as starter:
+        starter.begin()
+        # as the baseline and the first compiled step of a run do
+        loaded = from_example(model, torch.ones(1, 2))
+        peak_memory(Call(loaded, "default", model), "cpu")
+        cache_dir()
+        assert starter.server_for([{"base": job, "new": job}]) is not None
+        assert starter.problem == "" and starter.saved_seconds > 0
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert starter.saved_seconds == 0.0
+        assert starter.server_for([{"base": job, "new": job}]) is None
+        assert starter.problem == "set otherwise since the run began: OMP_NUM_THREADS"
 
 
 class Block(nn.Linear):

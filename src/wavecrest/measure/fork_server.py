@@ -4,7 +4,8 @@ Imports are most of a short child's time: torch 3 s, a model of transformers 9 t
 2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU and started no thread of
 Python, and it says so or why not (`ForkServer.problem`). Threads of BLAS libraries wait for work; they end in a fork. A
 child that it forks is what a new interpreter is after the same imports, but that all have one layout of memory and one
-seed of hashes, where interpreters differ. Its environment is the server's: variables act at import.
+seed of hashes, where interpreters differ. Its environment is the server's, since variables act at import, but for those
+that libraries read at each use (`AT_USE`).
 
 The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
 connection; modules to import.
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from wavecrest import env
@@ -37,6 +38,15 @@ from wavecrest.measure.child import die_with
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 # makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# libraries, and wavecrest's profiler, set these for themselves as they work, and read them at each use
+AT_USE = (
+    "KINETO_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+)
 
 
 class Forked:
@@ -76,7 +86,7 @@ class ForkServer:
         imports: modules to import beside it; one that cannot be imported is left to the children.
 
     Attributes:
-        environment: the variables of the server, and so of its children.
+        environment: the variables of the server, and so of its children but for `AT_USE`.
         import_seconds: how long its imports took; 0 until `problem` was asked for.
     """
 
@@ -91,7 +101,7 @@ class ForkServer:
             command = [*env.python_command(__name__), module, str(other.fileno()), *imports]
             self._process = subprocess.Popen(
                 command,
-                env={**self.environment, _ASKS_NVML: "1"},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -123,8 +133,14 @@ class ForkServer:
             self.import_seconds = float(seconds)
         return self._problem
 
+    @property
+    def changed(self) -> list[str]:
+        """Variables of this process, but for `AT_USE`, that are not as they were when the server began."""
+        before, now = self.environment, env.python_child({})
+        return sorted(name for name in {*before, *now} - {*AT_USE} if before.get(name) != now.get(name))
+
     def start(self, arguments: Sequence[str], log: IO[bytes], passed: Sequence[int] = ()) -> Forked:
-        """Fork a child.
+        """Fork a child, in this process's folder and with its `AT_USE`.
 
         Args:
             arguments: of its `main`.
@@ -132,25 +148,33 @@ class ForkServer:
             passed: file descriptors of this process; the child has their numbers there behind `arguments`.
 
         Raises:
-            EnvironmentProblem: the server cannot fork, or has ended.
+            EnvironmentProblem: the server cannot fork, or has ended; or this process has no folder, or can make no
+                temporary file or pipe.
         """
         if self.problem:
             raise EnvironmentProblem(f"no child can be forked: {self.problem}")
-        ended, theirs = os.pipe()
-        try:
-            with tempfile.TemporaryFile() as request:
-                request.write("\0".join([os.getcwd(), *arguments]).encode())
+        with contextlib.ExitStack() as stack:
+            try:
+                told = [f"{name}={value}" for name, value in env.current().items() if name in AT_USE]
+                request = stack.enter_context(tempfile.TemporaryFile())
+                # an empty part ends the variables
+                request.write(os.fsencode("\0".join([os.getcwd(), *told, "", *arguments])))
                 request.flush()
+                ended, theirs = os.pipe()
+            except OSError as error:
+                raise EnvironmentProblem(f"no child can be forked: {error}") from error
+            # the reading end stays open for a child alone
+            close = stack.enter_context(contextlib.ExitStack())
+            close.callback(os.close, ended)
+            stack.callback(os.close, theirs)
+            pid = 0
+            with contextlib.suppress(OSError):
                 socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])
                 pid = int(self._connection.recv(16) or 0)
-        except OSError:
-            pid = 0
-        finally:
-            os.close(theirs)
-        if not pid:
-            os.close(ended)
-            raise EnvironmentProblem("no child can be forked: the server has ended")
-        return Forked(pid, ended)
+            if not pid:
+                raise EnvironmentProblem("no child can be forked: the server has ended")
+            close.pop_all()
+            return Forked(pid, ended)
 
 
 def main() -> int:
@@ -159,11 +183,14 @@ def main() -> int:
     _, module, number, *imports = sys.argv
     connection = socket.socket(fileno=int(number))
     connection.set_inheritable(False)
+    before = env.current().get(_ASKS_NVML)
+    env.set_value(_ASKS_NVML, "1")
     for name in imports:
         # whatever it raises, a child that needs it raises too, and says so
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     runner = importlib.import_module(module)
+    _set({_ASKS_NVML: before})
     connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not()}\n".encode())
     _serve(connection, runner)
     return 0
@@ -252,8 +279,10 @@ def _become(runner: Any, parent: int, request: int, log: int, ended: int, passed
         os.close(log)
         with os.fdopen(request, "rb") as file:
             file.seek(0)
-            folder, *arguments = file.read().decode().split("\0")
-        env.unset(_ASKS_NVML)
+            folder, *rows = os.fsdecode(file.read()).split("\0")
+        end = rows.index("")
+        variables, arguments = dict(row.split("=", 1) for row in rows[:end]), rows[end + 1 :]
+        _set({name: variables.get(name) for name in AT_USE})
         os.chdir(folder)
         _be_new(folder)
         sys.argv = [runner.__name__, *arguments, *map(str, passed)]
@@ -278,6 +307,15 @@ def _exit_code(error: BaseException) -> int:
         return error.code or 0
     sys.stderr.write(f"{error.code}\n")
     return 1
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or unset them where None."""
+    for name, value in variables.items():
+        if value is None:
+            env.unset(name)
+        else:
+            env.set_value(name, value)
 
 
 def _be_new(folder: str) -> None:

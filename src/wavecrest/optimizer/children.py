@@ -138,6 +138,7 @@ class Starter:
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
+        self._changed: list[str] = []
 
     def __enter__(self) -> Starter:
         return self
@@ -154,13 +155,20 @@ class Starter:
 
     @property
     def problem(self) -> str:
-        """Why children are new interpreters, or an empty string; waits for imports that have begun."""
+        """Why children are, or some were, new interpreters, or an empty string; waits for imports that have begun.
+
+        Those with variables of their own are not meant.
+        """
+        if self._changed:
+            return f"set otherwise since the run began: {', '.join(self._changed)}"
         return self._server.problem if self._server is not None else ""
 
     @property
     def saved_seconds(self) -> float:
         """Seconds that a forked child takes less than a new interpreter; 0 where no imports have begun."""
-        return 0.0 if self._server is None or self._server.problem else self._server.import_seconds
+        if self._server is None or self._server.problem or self._server.changed:
+            return 0.0
+        return self._server.import_seconds
 
     def server_for(self, pairs: Sequence[Jobs]) -> ForkServer | None:
         """The server that forks these pairs; None where they start as new interpreters."""
@@ -169,8 +177,10 @@ class Starter:
         self.begin()
         if self._server is None:
             return None
-        same = self._server.environment == env.python_child({})
-        return self._server if same and not self._server.problem else None
+        if changed := self._server.changed:
+            self._changed = changed
+            return None
+        return None if self._server.problem else self._server
 
 
 def _is_installed(name: str) -> bool:
