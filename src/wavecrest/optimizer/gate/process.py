@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
+import statistics
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -36,8 +39,17 @@ _MODULE = (
     "__call__", "__getattr__", "__setattr__", "_call_impl", "_wrapped_call_impl", "buffers", "eval", "forward",
     "parameters", "train",
 )  # fmt: skip
+# methods of torch.cuda.Event, torch.cuda.Stream and torch.cuda.CUDAGraph
+_ON_CUDA = ("elapsed_time", "query", "record", "replay", "synchronize", "wait", "wait_event", "wait_stream")
+# functions that intervals and verdicts are computed with
+_STATISTICS = ("fmean", "geometric_mean", "median", "stdev")
+_MATH = ("exp", "isclose", "isfinite", "log", "prod", "sqrt")
+_NUMPY = (
+    "asarray", "concatenate", "cumsum", "interp", "isfinite", "log", "mean", "median", "quantile", "searchsorted",
+    "sort", "triu_indices",
+)  # fmt: skip
 # modules of wavecrest whose own functions and classes are watched
-_OWN = tuple(f"wavecrest.{room}" for room in ("optimizer.gate", "measure", "optimizer.trial", "optimizer.verdict"))
+_OWN = tuple(f"wavecrest.{room}" for room in ("optimizer", "measure", "records"))
 _MISSING = object()
 
 
@@ -141,6 +153,10 @@ def _functions(model: nn.Module | None) -> Iterable[tuple[Any, str, str, Any]]:
         (torch.Tensor, "torch.Tensor", _TENSOR),
         (time, "time", _CLOCKS),
         (torch.cuda, "torch.cuda", _CUDA),
+        *((getattr(torch.cuda, kind), f"torch.cuda.{kind}", _ON_CUDA) for kind in ("CUDAGraph", "Event", "Stream")),
+        (statistics, "statistics", _STATISTICS),
+        (math, "math", _MATH),
+        (np, "numpy", _NUMPY),
         (torch.nn.Module, "torch.nn.Module", _MODULE),
         (torch.nn.functional, "torch.nn.functional", [n for n in vars(torch.nn.functional) if not n.startswith("_")]),
         (threading, "threading", ("Thread",)),
