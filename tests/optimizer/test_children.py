@@ -15,13 +15,14 @@ from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from wavecrest.bench.baseline import peak_memory
-from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
+from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, StepRefused, WorkloadError
 from wavecrest.measure import fork_server
 from wavecrest.measure.fork_server import ForkServer
 from wavecrest.measure.timing import Side
 from wavecrest.measure.workload import Buckets, Call, from_example
 from wavecrest.optimizer import children, side
 from wavecrest.optimizer.children import Job, Problem, SideReport, Starter, Task, run_child, run_pairs
+from wavecrest.optimizer.gate import RuleBroken
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
 WORKLOAD = """
@@ -305,6 +306,8 @@ def test_a_child_that_takes_too_long_is_ended(work: str, tmp_path: Path, monkeyp
         (PlanMismatch("no"), PlanMismatch),
         (ClockError("no"), ClockError),
         (MissingDependency("a", "b", "c"), EnvironmentProblem),
+        # of a class that is not one of `errors`: what it is there
+        (RuleBroken("held", "no"), StepRefused),
     ],
 )
 def test_an_error_keeps_its_class_on_the_way(error: WorkloadError, kind: type) -> None:

@@ -95,7 +95,7 @@ class SideReport(files.Model):
 
 
 class Problem(files.Model):
-    """An error that a child ended with: the name of its class in `errors`, and its text."""
+    """An error that a child ended with: the name of its class in `errors`, or of its base there, and its text."""
 
     kind: str
     text: str
@@ -103,7 +103,8 @@ class Problem(files.Model):
     @classmethod
     def of(cls, error: WavecrestError) -> Problem:
         """The problem to hand to the parent."""
-        return cls(kind=type(error).__name__, text=str(error))
+        named = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        return cls(kind=next(named), text=str(error))
 
     def error(self, name: str) -> WavecrestError:
         """The error again, with the name of the process in front."""
