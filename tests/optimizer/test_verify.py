@@ -18,6 +18,7 @@ from tests.optimizer.planted import (
     PAUSE,
     WORK,
     AddPause,
+    ChangesTheOriginal,
     FastButWrong,
     TakePauseOut,
     pairs_of,
@@ -26,7 +27,7 @@ from tests.optimizer.planted import (
 )
 from wavecrest import hardware, ops
 from wavecrest.cli.main import main
-from wavecrest.errors import EnvironmentProblem, PlanError
+from wavecrest.errors import EnvironmentProblem, PlanError, StepRefused
 from wavecrest.measure import workload
 from wavecrest.measure.timing import Interval
 from wavecrest.ops.rows.call import RowCall
@@ -121,6 +122,19 @@ def test_the_optimized_model_is_what_is_gated(
     record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
     assert not record.passed and record.reason.startswith("1 of 1 processes give wrong answers")
     assert any(not row.passed for row in record.processes[0].numerics)
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["when applied", "when called"])
+def test_the_original_is_not_what_a_step_has_made_of_it(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lazily: bool
+) -> None:
+    """The right answers come from the original, whose weights a step shares: with those changed both agree."""
+    run(TakePauseOut(), out=tmp_path)
+    monkeypatch.setattr(TakePauseOut, "change", ChangesTheOriginal.change, raising=False)
+    monkeypatch.setattr(TakePauseOut, "lazily", lazily, raising=False)
+    monkeypatch.setattr(TakePauseOut, "apply", ChangesTheOriginal.apply)
+    with pytest.raises(StepRefused, match=r"it changed parameter second.weight of the original \(rule: model\)"):
+        verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
 
 
 def test_the_optimized_model_is_what_is_timed(

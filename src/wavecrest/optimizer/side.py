@@ -21,8 +21,9 @@ from wavecrest.measure import copies, timing, workload
 from wavecrest.measure.rotation import Rotation
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.children import Problem, SideReport, Task, Turns, problem_file
-from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.gate import Gate, RuleBroken
 from wavecrest.optimizer.gate.site import first_line
+from wavecrest.optimizer.gate.untouched import checksums
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import pin_dispatch, replay
 from wavecrest.optimizer.steps import AppliedSteps
@@ -87,6 +88,7 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
 
     Raises:
         PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here, or the model raises.
+        RuleBroken: the answers break a rule of the gate that has no error to show, or the original was changed.
         ClockError: the times cannot be trusted.
     """
     if task.copied:
@@ -94,6 +96,7 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
     else:
         loaded = workload.load(task.spec, device=task.device)
     model, texts, applied = loaded.model, [], AppliedSteps()
+    before = checksums(loaded.model) if task.check else {}
     if task.plan is not None:
         plan = Plan.load(task.plan)
         differences = plan.match(loaded, hardware.detect(loaded.device))
@@ -111,11 +114,20 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
     except Exception as error:
         whose = "the model" if task.plan is None else "the optimized model"
         raise WorkloadError(f"{whose} raised {first_line(error)}") from error
+    numerics, quality = [], []
+    if task.check:
+        # the right answers come from it, and the result shares its weights
+        changed = [name for name, digest in checksums(loaded.model).items() if before.get(name) != digest]
+        gate = Gate.prepare(loaded)
+        changed = [name for name in changed if not any(name in written for written in gate.writes.values())]
+        if changed:
+            raise RuleBroken("model", f"it changed {', '.join(changed[:5])} of the original")
+        numerics, quality = check_applied(gate, model, applied, final=True), check_quality(loaded, model)
     return SideReport(
         clock=next(iter(measured.values())).clock,
         times={bucket: list(found.samples) for bucket, found in measured.items()},
-        numerics=check_applied(Gate.prepare(loaded), model, applied, final=True) if task.check else [],
-        quality=check_quality(loaded, model) if task.check else [],
+        numerics=numerics,
+        quality=quality,
         warnings=texts,
     )
 

@@ -100,10 +100,19 @@ class Untouched:
                 yield f"input {path} of bucket {bucket}"
 
 
-def _tensors(model: nn.Module) -> Iterator[_Held]:
+def checksums(model: nn.Module) -> dict[str, str]:
+    """Checksums of a model's parameters and buffers, by name; of those that lie in memory by strides."""
+    return {name: checksum(tensor) for name, tensor in _named(model).items() if tensor.layout == torch.strided}
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, as messages and a gate's `writes` name them."""
     found: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
-    found |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
-    found = in_parts(found)
+    return in_parts(found | {f"buffer {name}": tensor for name, tensor in model.named_buffers()})
+
+
+def _tensors(model: nn.Module) -> Iterator[_Held]:
+    found = _named(model)
     size = sum(tensor.nbytes for tensor in found.values())
     copies = size <= COPY_SHARE * _free_memory(next(iter(found.values())).device) if found else True
     for name, tensor in found.items():
