@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from pydantic import Field
 
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
@@ -85,13 +86,20 @@ class Task:
 
 
 class SideReport(files.Model):
-    """Result of a child process: samples in ms by bucket, and the checks that were asked for."""
+    """Result of a child process: samples in ms by bucket, and the checks that were asked for.
+
+    Attributes:
+        shapes: of the inputs that it was timed with, by bucket.
+        sources: hashes of the workload's source files as it loaded them, by path.
+    """
 
     clock: str
     times: dict[str, list[float]]
     numerics: list[BucketError]
     quality: list[QualityResult]
     warnings: list[str]
+    shapes: dict[str, dict[str, str]] = Field(default_factory=dict)
+    sources: dict[str, str] = Field(default_factory=dict)
 
 
 class Problem(files.Model):

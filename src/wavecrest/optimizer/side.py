@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from wavecrest import hardware
+from wavecrest.bench.baseline import shapes
 from wavecrest.errors import WavecrestError, WorkloadError
 from wavecrest.measure import copies, timing, workload
 from wavecrest.measure.rotation import Rotation
+from wavecrest.optimizer.bundle import hash_sources
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.children import Problem, SideReport, Task, Turns, problem_file
 from wavecrest.optimizer.gate import Gate, RuleBroken
@@ -95,6 +97,12 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         loaded = copies.load(Path(task.spec), task.device)
     else:
         loaded = workload.load(task.spec, device=task.device)
+    # as they are now: a call may make a cache longer, and an edit is of a later process
+    sizes = {bucket: shapes(inputs) for bucket, inputs in loaded.buckets.items()}
+    sources: dict[str, str] = {}
+    # a file that is too large to be hashed, or is gone, is not held to anything
+    with contextlib.suppress(OSError, ValueError):
+        sources = {} if task.copied else hash_sources(loaded.spec)
     model, texts, applied = loaded.model, [], AppliedSteps()
     before = checksums(loaded.model) if task.check else {}
     if task.plan is not None:
@@ -129,6 +137,8 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         numerics=numerics,
         quality=quality,
         warnings=texts,
+        shapes=sizes,
+        sources=sources,
     )
 
 
