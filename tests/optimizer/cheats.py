@@ -1063,6 +1063,16 @@ def cudnn_tf32_turned() -> Planted:
 
 
 @cheat("process")
+def flash_attention_off_for_all() -> Planted:
+    return _once(lambda: torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled()))
+
+
+@cheat("process")
+def onednn_off_for_all() -> Planted:
+    return _once(lambda: setattr(torch.backends.mkldnn, "enabled", not torch.backends.mkldnn.enabled))
+
+
+@cheat("process")
 def no_garbage_collection() -> Planted:
     return _once(gc.disable)
 

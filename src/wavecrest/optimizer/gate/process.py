@@ -87,9 +87,18 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "reduced precision sums in bfloat16": attribute(
             backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
         ),
-        "the math backend of attention": (
-            backends.cuda.math_sdp_enabled(), backends.cuda.enable_math_sdp
+        **{
+            f"the {what} backend of attention": (
+                getattr(backends.cuda, f"{name}_sdp_enabled")(), getattr(backends.cuda, f"enable_{name}_sdp")
+            )
+            for what, name in (
+                ("math", "math"), ("flash", "flash"), ("memory-efficient", "mem_efficient"), ("cuDNN", "cudnn")
+            )
+        },
+        "reduced precision sums in the math backend of attention": (
+            backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), backends.cuda.allow_fp16_bf16_reduction_math_sdp
         ),
+        "oneDNN": attribute(backends.mkldnn, "enabled"),
         "subnormal numbers": (_has_subnormals(), lambda value: torch.set_flush_denormal(not value)),
         "the garbage collector": (gc.isenabled(), lambda value: gc.enable() if value else gc.disable()),
         "the interpreter's trace function": (sys.gettrace(), sys.settrace),
