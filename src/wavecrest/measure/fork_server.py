@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
 from wavecrest import env
@@ -84,14 +85,17 @@ class ForkServer:
     Args:
         module: children run its `main` with their arguments.
         imports: modules to import beside it; one that cannot be imported is left to the children.
+        changes: variables to set, or to unset where None, beside those of this process.
 
     Attributes:
         environment: the variables of the server, and so of its children but for `AT_USE`.
         import_seconds: how long its imports took; 0 until `problem` was asked for.
     """
 
-    def __init__(self, module: str, imports: Sequence[str] = ()) -> None:
-        self.environment = env.python_child({})
+    def __init__(
+        self, module: str, imports: Sequence[str] = (), changes: Mapping[str, str | None] = MappingProxyType({})
+    ) -> None:
+        self.environment = env.python_child(changes)
         self.import_seconds = 0.0
         self._problem: str | None = None if sys.platform == "linux" else f"{sys.platform} has no safe fork"
         if self._problem is not None:
@@ -132,12 +136,6 @@ class ForkServer:
             seconds, _, self._problem = line.decode().strip("\n").partition(" ")
             self.import_seconds = float(seconds)
         return self._problem
-
-    @property
-    def changed(self) -> list[str]:
-        """Variables of this process, but for `AT_USE`, that are not as they were when the server began."""
-        before, now = self.environment, env.python_child({})
-        return sorted(name for name in {*before, *now} - {*AT_USE} if before.get(name) != now.get(name))
 
     def start(self, arguments: Sequence[str], log: IO[bytes], passed: Sequence[int] = ()) -> Forked:
         """Fork a child, in this process's folder and with its `AT_USE`.

@@ -5,7 +5,7 @@ meanwhile: what the host does over seconds meets both alike, and a process that 
 gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes longer than
 timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
 
-For a GPU, a pair whose sides both have the environment of this process is forked by a server that has imported what
+For a GPU, a pair whose sides both have the environment of the run is forked by a server that has imported what
 both need (`measure.fork_server`). One that sets a variable starts as two new interpreters, and so do all for a CPU:
 forked processes have one layout of memory, by which times on a CPU differ from process to process. Both sides of a pair
 always start alike.
@@ -36,7 +36,7 @@ from pydantic import Field
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
 from wavecrest.measure import timing
-from wavecrest.measure.fork_server import Forked, ForkServer
+from wavecrest.measure.fork_server import AT_USE, Forked, ForkServer
 from wavecrest.records import BucketError, QualityResult, decode, files
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ Jobs = Mapping[timing.Side, Job]
 class Starter:
     """Starts the children of one run; ends with its block.
 
+    They have the variables of this process as the run began, but for those that are read at each use (`AT_USE`): what a
+    step sets would reach the original's processes too.
+
     Args:
         model: of the workload: the installed modules that its classes come from are imported once for all children.
         device: torch device name of the workload.
@@ -147,7 +150,7 @@ class Starter:
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
-        self._changed: list[str] = []
+        self._before = env.current()
 
     def __enter__(self) -> Starter:
         return self
@@ -160,24 +163,17 @@ class Starter:
     def begin(self) -> None:
         """Start the imports now, to have them when the first pair starts; without this they start then."""
         if self._forks and self._server is None:
-            self._server = ForkServer(_SIDE, self._imports)
+            self._server = ForkServer(_SIDE, self._imports, self._undone)
 
     @property
     def problem(self) -> str:
-        """Why children are, or some were, new interpreters, or an empty string; waits for imports that have begun.
-
-        Those with variables of their own are not meant.
-        """
-        if self._changed:
-            return f"set otherwise since the run began: {', '.join(self._changed)}"
+        """Why children are new interpreters, or an empty string; waits for imports that have begun."""
         return self._server.problem if self._server is not None else ""
 
     @property
     def saved_seconds(self) -> float:
         """Seconds that a forked child takes less than a new interpreter; 0 where no imports have begun."""
-        if self._server is None or self._server.problem or self._server.changed:
-            return 0.0
-        return self._server.import_seconds
+        return 0.0 if self._server is None or self._server.problem else self._server.import_seconds
 
     def server_for(self, pairs: Sequence[Jobs]) -> ForkServer | None:
         """The server that forks these pairs; None where they start as new interpreters."""
@@ -186,10 +182,19 @@ class Starter:
         self.begin()
         if self._server is None:
             return None
-        if changed := self._server.changed:
-            self._changed = changed
-            return None
         return None if self._server.problem else self._server
+
+    def as_begun(self, jobs: Jobs) -> Jobs:
+        """The jobs, with the variables of the beginning for those that start as new interpreters."""
+        undone = self._undone
+        return {side: job._replace(changes={**undone, **job.changes}) for side, job in jobs.items()}
+
+    @property
+    def _undone(self) -> dict[str, str | None]:
+        """The changes that make this process's variables those of the beginning."""
+        now = env.current()
+        names = {*self._before, *now} - {*AT_USE}
+        return {name: self._before.get(name) for name in names if self._before.get(name) != now.get(name)}
 
 
 def _is_installed(name: str) -> bool:
@@ -229,6 +234,8 @@ def run_pairs(
         WavecrestError: see `run_child`.
     """
     server = starter.server_for(pairs) if starter is not None else None
+    if starter is not None:
+        pairs = [starter.as_begun(jobs) for jobs in pairs]
     if any(job.task.device != "cpu" for pair in pairs for job in pair.values()):
         # candidates of earlier steps are in cycles, with all that they hold
         gc.collect()
