@@ -127,7 +127,7 @@ def test_a_child_has_the_users_variables_and_those_that_are_read_at_each_use(
 
 
 def test_folders_that_are_gone_or_no_text(server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong is named, nothing stays open, and the server goes on."""
+    """The error names what is wrong, nothing stays open, and the server goes on."""
     bytes_ = os.fsencode(folder) + b"/\xff"
     os.mkdir(bytes_)
     monkeypatch.chdir(os.fsdecode(bytes_))
