@@ -101,8 +101,14 @@ class Untouched:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """Checksums of a model's parameters and buffers, by name; of those that lie in memory by strides."""
-    return {name: checksum(tensor) for name, tensor in _named(model).items() if tensor.layout == torch.strided}
+    """Checksums of a model's parameters and buffers, by name; of those whose bits can be read as whole numbers."""
+    return {name: checksum(tensor) for name, tensor in _named(model).items() if _has_bits(tensor)}
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    # a subclass decides itself what its memory is; PyTorch ends the process where quantized memory is viewed as another
+    own = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return own and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
