@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import math
+import os
 import statistics
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from wavecrest import env
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +74,7 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
+        "the processors of this thread": (_processors(), _set_processors),
         "whether gradients are on": (torch.is_grad_enabled(), torch.set_grad_enabled),
         "autocast on the CPU": (
             torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)
@@ -105,6 +109,17 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "the interpreter's profile function": (sys.getprofile(), sys.setprofile),
         "torch function modes": (_modes(), lambda value: None),
     }  # fmt: skip
+
+
+def _processors() -> list[int]:
+    """The processors that this thread may run on; empty where a system does not say, or OpenMP binds threads itself."""
+    bound = any(env.get(name) for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"))
+    return [] if bound or not hasattr(os, "sched_getaffinity") else sorted(os.sched_getaffinity(0))
+
+
+def _set_processors(numbers: list[int]) -> None:
+    if numbers:
+        os.sched_setaffinity(0, numbers)
 
 
 def _set_default_device(name: str) -> None:
