@@ -162,7 +162,8 @@ def python_child(changes: Mapping[str, str | None], folders: Sequence[str] = ())
         folders: searched for modules before installed packages are.
     """
     source = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([source, *folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = changes.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join([source, *folders, *filter(None, [own])])
     return child({**changes, "PYTHONPATH": path})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import statistics
 import threading
 import time
 from collections import namedtuple
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from wavecrest.measure import numerics
 from wavecrest.measure.workload import Inputs
+from wavecrest.optimizer import alternate
 from wavecrest.optimizer.gate.inputs import KINDS, Variations, other_shapes
 
 # (original, inputs, candidate)
@@ -1061,6 +1063,16 @@ def cudnn_tf32_turned() -> Planted:
 
 
 @cheat("process")
+def flash_attention_off_for_all() -> Planted:
+    return _once(lambda: torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled()))
+
+
+@cheat("process")
+def onednn_off_for_all() -> Planted:
+    return _once(lambda: setattr(torch.backends.mkldnn, "enabled", not torch.backends.mkldnn.enabled))
+
+
+@cheat("process")
 def no_garbage_collection() -> Planted:
     return _once(gc.disable)
 
@@ -1102,6 +1114,29 @@ def comparison_of_the_gate_replaced() -> Planted:
 def clock_slowed() -> Planted:
     real = time.perf_counter
     return _replace(time, "perf_counter", lambda: real() / 10)
+
+
+@cheat("process")
+def time_between_events_halved() -> Planted:
+    real = torch.cuda.Event.elapsed_time
+    return _replace(torch.cuda.Event, "elapsed_time", lambda self, other: real(self, other) / 2)
+
+
+@cheat("process")
+def median_replaced() -> Planted:
+    return _replace(statistics, "median", min)
+
+
+@cheat("process")
+def quantiles_of_intervals_replaced() -> Planted:
+    real = np.quantile
+    return _replace(np, "quantile", lambda *args, **kwargs: real(*args, **kwargs) * 2)
+
+
+@cheat("process")
+def claim_of_the_result_replaced() -> Planted:
+    real = alternate.claim_of
+    return _replace(alternate, "claim_of", lambda base, new, **options: real(new, base, **options))
 
 
 @cheat("process")

@@ -131,6 +131,25 @@ class FastButWrong(Planted):
         return model
 
 
+class ChangesTheOriginal(Planted):
+    """Writes into weights that it shares with the original: as it is applied, or in its first call."""
+
+    id = title = "in place"
+    lazily = False
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        if self.lazily:
+            model.register_forward_pre_hook(lambda *_: self.change(model))
+        else:
+            self.change(model)
+        return model
+
+    def change(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            model.second.weight.fill_(1.0)
+
+
 class SlightlyWrong(Planted):
     """Off by two hundredths of a percent: far beyond float32's rounding, invisible to a loose tolerance."""
 

@@ -21,6 +21,7 @@ from tests.optimizer.planted import CLOCK, AddPause, FastButWrong, Nothing, Take
 from wavecrest.cli.main import main
 from wavecrest.errors import BundleError, OutputError, PlanMismatch
 from wavecrest.measure import workload
+from wavecrest.measure.timing import Interval
 from wavecrest.optimizer import api, bundle, confirm, verify
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.children import SideReport, Task
@@ -420,6 +421,18 @@ def test_made_up_samples_are_found_by_measuring(
     monkeypatch.setattr(TakePauseOut, "apply", apply)
     record = confirm.run(honest, SLOW, seconds=0.1)
     assert record.outcome == "not confirmed" and parts(record)["answers"] is True and message in record.reason
+
+
+def test_a_large_claim_with_a_wide_interval_is_said_to_be_no_more_than_its_lower_end(honest: Path, here: None) -> None:
+    """One sample that is made up makes 7 times of a few percent, and an interval that any gain is in."""
+    measured = confirm.run(honest, SLOW, seconds=0.1).verified
+    held = bundle.read(honest)
+    assert measured is not None and held.record.result is not None
+    small = measured.model_copy(update={"ratio": 1.05, "ci": Interval(1.04, 1.06)})
+    for claimed, more in ((1.05, ""), (1.07, "; 1.070× is not"), (7.0, "; 7.000× is not")):
+        held.record.result.ratio, held.record.result.ci = claimed, Interval(1.03, 40.0)
+        passed, detail = confirm._judge(held, small)
+        assert passed and detail.endswith(f"faster by at least 2% here too{more}")
 
 
 def test_one_process_proves_no_claim(honest: Path, here: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_a_rule_is_needed(rule: str) -> None:
 def test_the_catalogue_is_large_enough() -> None:
     assert len(CHEATS) >= 60 and len({cheat.name for cheat in CHEATS}) == len(CHEATS)
     assert {cheat.needs for cheat in CHEATS} - {""} == ALL_RULES - OF_A_RUN
+
+
+def test_processors_are_put_back_where_openmp_does_not_choose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that leaves one processor to what is called next slows the original."""
+    given = {0, 1, 2, 3}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(given), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, wanted: given.update(wanted), raising=False)
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    state = ProcessState()
+    given -= {1, 2, 3}
+    assert state.put_back() == ["it changed the processors of this thread from [0, 1, 2, 3] to [0]"]
+    assert given == {0, 1, 2, 3} and state.put_back() == []
+    # the first parallel region binds the thread that begins it
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    state = ProcessState()
+    given -= {1, 2, 3}
+    assert state.put_back() == []
 
 
 def test_the_gate_leaves_the_process_as_it_was() -> None:

@@ -12,21 +12,27 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
+from wavecrest.bench.baseline import peak_memory
+from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, StepRefused, WorkloadError
+from wavecrest.measure import fork_server
 from wavecrest.measure.fork_server import ForkServer
 from wavecrest.measure.timing import Side
-from wavecrest.measure.workload import Buckets, from_example
+from wavecrest.measure.workload import Buckets, Call, from_example
 from wavecrest.optimizer import children, side
 from wavecrest.optimizer.children import Job, Problem, SideReport, Starter, Task, run_child, run_pairs
+from wavecrest.optimizer.gate import RuleBroken
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
 WORKLOAD = """
-import os, threading, time
+import atexit, os, threading, time
 import torch
 from torch import nn
 
 LOG = open(os.environ["TURNS_LOG"], "a", buffering=1)
+# PyTorch's compiler waits for its workers there
+atexit.register(LOG.write, "exit\\n")
 
 def spin():
     while True:
@@ -87,7 +93,7 @@ def test_a_side_stands_still_while_the_other_is_timed(work: str, tmp_path: Path)
     turns_of_other = [row for row in others if row[0] > begin]
     assert len(timed) > 15 and len(turns_of_other) > 15
     overlap = [1 for a in timed for b in turns_of_other if a[0] < b[1] and b[0] < a[1]]
-    assert not overlap
+    assert not overlap and not _rows(logs["base"], "exit")
     # a signal may take a moment to arrive
     during = sum(any(a + 0.005 < at < b for a, b in timed) for (at,) in _rows(logs["new"], "spin"))
     assert during <= 2 < len(_rows(logs["new"], "spin"))
@@ -227,6 +233,7 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
         assert command[2:4] == ["wavecrest.measure.child", str(os.getpid())]
         assert "torch.nn.modules.linear" in command and not any("tests" in part for part in command[5:])
         assert starter.problem == "" and starter.saved_seconds > 0.5
+        assert not _rows(tmp_path / "log", "exit")
         assert len(_rows(tmp_path / "log", "call")) >= sum(len(row.times["default"]) for row in forked.values()) > 0
         # as PyTorch's compiler and its profiler do
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -239,6 +246,42 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
         with pytest.raises(EnvironmentProblem, match="dies failed: exit code 7"):
             run_pairs([{"base": same, "new": dies}], 3, starter=starter)
         assert len(interpreters) == 3
+
+
+def test_variables_that_are_set_as_a_run_works_stop_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run profiles and compiles behind the begin of its starter."""
+    for name in fork_server.AT_USE:
+        monkeypatch.delenv(name, raising=False)
+    job = Job(Task("work.py:make", "cuda:0", 0.1), {}, "same")
+    model = nn.Linear(2, 2)
+    with Starter(model, "cuda:0") as starter:
+        starter.begin()
+        # as the baseline and the first compiled step of a run do
+        loaded = from_example(model, torch.ones(1, 2))
+        peak_memory(Call(loaded, "default", model), "cpu")
+        cache_dir()
+        assert starter.server_for([{"base": job, "new": job}]) is not None
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert starter.server_for([{"base": job, "new": job}]) is not None
+        assert starter.problem == "" and starter.saved_seconds > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"], ids=["interpreters", "forks"])
+def test_what_a_run_sets_reaches_no_child(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """A step that sets a variable would slow the original, which does without the step, in its own process."""
+    monkeypatch.setenv("TURNS_LOG", str(tmp_path / "before"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with Starter(nn.Linear(2, 2), device) as starter:
+        for name in ("TURNS_LOG", "PYTHONPATH"):
+            monkeypatch.setenv(name, str(tmp_path / "since"))
+        job = Job(Task(f"{work}:make", "cpu", 0.05), {}, "it")
+        # on the CPU one of the two has a variable of its own
+        own = Job(job.task, {"TURNS_LOG": str(tmp_path / "own")} if device == "cpu" else {}, "it")
+        run_pairs([{"base": job, "new": own}], 0, starter=starter)
+    assert (tmp_path / "before").exists() and not (tmp_path / "since").exists()
+    assert (tmp_path / "own").exists() == (device == "cpu")
 
 
 class Block(nn.Linear):
@@ -280,6 +323,8 @@ def test_a_child_that_takes_too_long_is_ended(work: str, tmp_path: Path, monkeyp
         (PlanMismatch("no"), PlanMismatch),
         (ClockError("no"), ClockError),
         (MissingDependency("a", "b", "c"), EnvironmentProblem),
+        # of a class that is not one of `errors`: what it is there
+        (RuleBroken("held", "no"), StepRefused),
     ],
 )
 def test_an_error_keeps_its_class_on_the_way(error: WorkloadError, kind: type) -> None:

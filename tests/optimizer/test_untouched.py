@@ -16,7 +16,7 @@ from wavecrest.ops import pack
 from wavecrest.optimizer.gate import untouched
 from wavecrest.optimizer.gate.inputs import Variations
 from wavecrest.optimizer.gate.site import Site
-from wavecrest.optimizer.gate.untouched import ROW, Untouched, checksum
+from wavecrest.optimizer.gate.untouched import ROW, Untouched, checksum, checksums
 
 
 class Net(nn.Module):
@@ -121,6 +121,26 @@ def test_a_checksum_sees_what_moves_within_a_tensor() -> None:
     rest[-1] += 1
     found = [checksum(one) for one in (tensor, rows, columns, rest)]
     assert len(set(found)) == 4 and checksum(tensor.clone()) == found[0]
+
+
+def test_checksums_of_a_model_leave_out_what_has_no_bits_to_read() -> None:
+    """PyTorch ends the process where quantized memory is viewed as whole numbers."""
+    model = nn.Linear(4, 4)
+    others = {
+        "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "sparse": torch.eye(4).to_sparse(),
+        "meta": torch.empty(4, device="meta"), "number": torch.tensor(3), "none": torch.empty(0),
+        "expanded": torch.ones(1, 4).expand(3, 4), "complex": torch.ones(3, dtype=torch.complex64),
+    }  # fmt: skip
+    for name, tensor in others.items():
+        model.register_buffer(name, tensor)
+    before = checksums(model)
+    read = ["number", "none", "expanded", "complex"]
+    assert list(before) == ["parameter weight", "parameter bias", *(f"buffer {name}" for name in read)]
+    with torch.no_grad():
+        model.bias[2] += 1
+    model.number += 1
+    changed = [name for name, digest in checksums(model).items() if digest != before[name]]
+    assert changed == ["parameter bias", "buffer number"]
 
 
 def test_packed_weights_are_put_back_by_their_parts() -> None:

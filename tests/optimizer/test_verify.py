@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.optimizer import planted
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import (
     CLOCK,
     PAUSE,
     WORK,
     AddPause,
+    ChangesTheOriginal,
     FastButWrong,
     TakePauseOut,
     pairs_of,
@@ -26,7 +29,7 @@ from tests.optimizer.planted import (
 )
 from wavecrest import hardware, ops
 from wavecrest.cli.main import main
-from wavecrest.errors import EnvironmentProblem, PlanError
+from wavecrest.errors import EnvironmentProblem, PlanError, StepRefused, WorkloadError
 from wavecrest.measure import workload
 from wavecrest.measure.timing import Interval
 from wavecrest.ops.rows.call import RowCall
@@ -123,6 +126,19 @@ def test_the_optimized_model_is_what_is_gated(
     assert any(not row.passed for row in record.processes[0].numerics)
 
 
+@pytest.mark.parametrize("lazily", [False, True], ids=["when applied", "when called"])
+def test_the_original_is_not_what_a_step_has_made_of_it(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lazily: bool
+) -> None:
+    """The right answers come from the original, whose weights a step shares: with those changed both agree."""
+    run(TakePauseOut(), out=tmp_path)
+    monkeypatch.setattr(TakePauseOut, "change", ChangesTheOriginal.change, raising=False)
+    monkeypatch.setattr(TakePauseOut, "lazily", lazily, raising=False)
+    monkeypatch.setattr(TakePauseOut, "apply", ChangesTheOriginal.apply)
+    with pytest.raises(StepRefused, match=r"it changed parameter second.weight of the original \(rule: model\)"):
+        verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+
+
 def test_the_optimized_model_is_what_is_timed(
     run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -210,6 +226,38 @@ def test_the_original_runs_alone(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     verify.run(SLOW, tmp_path / "plan.json", processes=2, seconds=0.1)
     original, result = (False, False, {}), (True, True, {"OMP_WAIT_POLICY": "active"})
     assert asked == [original, result, result, original]
+
+
+def test_all_processes_have_the_plan_that_was_read(run: Run, here: None, tmp_path: Path) -> None:
+    """A run that goes on in the same folder writes its plan anew."""
+    run(TakePauseOut(), out=tmp_path)
+    plan = tmp_path / "plan.json"
+    record = verify.run(
+        SLOW, plan, processes=2, seconds=0.1, on_process=lambda number, _: plan.write_text("{}") if number else None
+    )
+    assert record.passed and record.plan == str(plan) and len(record.processes) == 2
+
+
+def test_processes_that_load_different_workloads_are_not_compared(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A length that is drawn without a seed, or a file that is edited meanwhile: the sides would differ by that."""
+    run(TakePauseOut(), out=tmp_path)
+    rows = itertools.count(4)
+    own = planted.slow
+    monkeypatch.setattr(planted, "slow", lambda: (own()[0], torch.randn(next(rows), 16)))
+    text = r"bucket default is args\[0\] \d+x16 float32 in one process and args\[0\] \d+x16 float32 in another"
+    with pytest.raises(WorkloadError, match=text):
+        verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+    monkeypatch.setattr(planted, "slow", own)
+    source = tmp_path / "work.py"
+    source.write_text("from tests.optimizer.planted import slow\n")
+    edits = {1: lambda: source.write_text("from tests.optimizer.planted import slow\n# edited\n")}
+    with pytest.raises(WorkloadError, match=r"work\.py was changed while processes were compared"):
+        verify.run(
+            f"{source}:slow", tmp_path / "plan.json", processes=2, seconds=0.1,
+            on_process=lambda number, _: edits.get(number, int)() and None,
+        )  # fmt: skip
 
 
 STEPS = """

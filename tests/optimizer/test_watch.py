@@ -71,6 +71,16 @@ def test_a_precision_that_was_asked_for_has_its_own_limits() -> None:
         watched(watch_of(Net(), x()), y, y.bfloat16().float())
 
 
+def test_what_is_replaced_while_it_is_timed_is_put_back_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the gate's own calls, where the next candidate's check would find it and blame that one."""
+    y, watch, real = Net().eval()(x()), watch_of(Net(), x()), Net.forward
+    monkeypatch.setattr(Net, "forward", lambda self, x: real(self, x))
+    with pytest.raises(RuleBroken, match=r"while it was timed: it replaced Net.forward \(rule: process\)"):
+        watched(watch, y, y)
+    assert Net.forward is real
+    assert watched(watch, y, y) == 2
+
+
 class Best(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(-1)

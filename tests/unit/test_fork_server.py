@@ -106,16 +106,39 @@ def test_children_are_as_new_as_interpreters(
     assert server.import_seconds > 0
 
 
-def test_a_child_has_the_environment_of_the_beginning(
-    server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_child_has_the_users_variables_and_those_that_are_read_at_each_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries set variables while a run goes on: PyTorch's profiler, and its compiler, whose caches a child uses."""
-    monkeypatch.setenv("TEARDOWN_CUPTI", "0")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/caches")
+    # the server sets it for itself
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with ForkServer("forked_program", changes={"PLANTED": "1"}) as server:
+        assert server.environment["PLANTED"] == "1"
+        monkeypatch.delenv("KINETO_LOG_LEVEL")
+        monkeypatch.setenv("TRITON_CACHE_DIR", "here")
+        assert _start(server, "go", folder / "seen").wait(60) == 0
+        environment = _seen(folder / "seen")["environment"]
+        assert environment == {
+            **{name: value for name, value in server.environment.items() if name != "KINETO_LOG_LEVEL"},
+            "TRITON_CACHE_DIR": "here",
+        }
+
+
+def test_folders_that_are_gone_or_no_text(server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names what is wrong, nothing stays open, and the server goes on."""
+    bytes_ = os.fsencode(folder) + b"/\xff"
+    os.mkdir(bytes_)
+    monkeypatch.chdir(os.fsdecode(bytes_))
     assert _start(server, "go", folder / "seen").wait(60) == 0
-    assert _seen(folder / "seen")["environment"] == {**server.environment, "TORCHINDUCTOR_CACHE_DIR": "/caches"}
-    assert "TEARDOWN_CUPTI" not in server.environment
+    assert _seen(folder / "seen")["folder"] == os.fsdecode(bytes_)
+    os.rmdir(bytes_)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EnvironmentProblem, match=r"no child can be forked: .*No such file or directory"):
+        _start(server, "go", folder / "seen")
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.chdir(folder)
+    assert _start(server, "go", folder / "other").wait(60) == 0
 
 
 @pytest.mark.parametrize(("what", "code"), [("raise", 1), ("exit", 5), ("say", 1), ("kill", -signal.SIGKILL)])

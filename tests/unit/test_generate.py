@@ -157,9 +157,16 @@ def test_source_of_a_generation_is_its_file() -> None:
         ({"pixel_values": IDS}, {"max_new_tokens": 4}, "not pixel_values"),
         (IDS, {"max_new_tokens": 4, "kv_quality": "1%"}, "nothing else is quantized"),
         (IDS, {"max_new_tokens": 4, "kv_cache": ["fp8", "int8"]}, "which tells them apart"),
+        (IDS, {"max_new_tokens": 4, "kv_cache": [], "kv_quality": "1%"}, r"several in a list, not \[\]"),
+        # it has no order of preference
+        (IDS, {"max_new_tokens": 4, "kv_cache": {"fp8"}, "kv_quality": "1%"}, "several in a list, not {'fp8'}"),
+        (IDS, {"max_new_tokens": 4, "kv_cache": 8}, "several in a list, not 8"),
     ],
-    ids=["no count", "one", "beams", "sampling", "floats", "padding", "images", "no cache", "no limit"],
-)
+    ids=[
+        "no count", "one", "beams", "sampling", "floats", "padding", "images", "no cache", "no limit", "no format",
+        "a set", "a number",
+    ],
+)  # fmt: skip
 def test_what_it_does_not_take(model: nn.Module, inputs: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(WorkloadError, match=text):
         generate.of(model, inputs, options)

@@ -12,6 +12,7 @@ from torch import nn
 
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops import PackedWeight
+from wavecrest.ops.common.layout import ceil_div
 from wavecrest.ops.packed.formats import BLOCK
 from wavecrest.quantizer.api import bytes_of, loaded
 from wavecrest.quantizer.changes import Changes
@@ -32,7 +33,7 @@ def packed(layer: nn.Module, dtype: torch.dtype = torch.bfloat16) -> PackedWeigh
 
     Raises:
         InvalidArgument: this is no such layer.
-        Unsupported: it is, but has scales of other parts or types, or one fixed for its activations.
+        Unsupported: it is, but has scales of other parts, counts or types, or one fixed for its activations.
     """
     if not _is_ours(layer):
         raise InvalidArgument(f"a {type(layer).__name__} is no {NAME} of {MODULE}")
@@ -47,6 +48,9 @@ def packed(layer: nn.Module, dtype: torch.dtype = torch.bfloat16) -> PackedWeigh
         raise Unsupported(f"its scales are {scale.dtype}, and so would be those of activations; float32 can be read")
     if parts.activation_scale is not None:
         raise Unsupported("it has a fixed scale of activations; those worked out at the call can be read")
+    wanted = [ceil_div(size, BLOCK) for size in weight.shape]
+    if list(scale.shape) != wanted:
+        raise Unsupported(f"its weight {list(weight.shape)} has scales {list(scale.shape)}, not {wanted}")
     if scale.shape[1] > 1:
         return PackedWeight.from_parts("fp8_block", weight, scale=scale, dtype=dtype)
     # a row of activations is one group then

@@ -338,7 +338,11 @@ def _check(options: Any) -> None:
         raise WorkloadError(f"--generate takes the options {', '.join(OPTIONS)}, not {', '.join(unknown)}")
     if options.get("kv_quality") is not None and options.get("kv_cache") is None:
         raise WorkloadError('--generate takes "kv_quality" with "kv_cache", such as "fp8": nothing else is quantized')
-    if options.get("kv_quality") is None and not isinstance(options.get("kv_cache"), str | None):
+    formats = options.get("kv_cache")
+    several = isinstance(formats, list | tuple) and bool(formats) and all(isinstance(one, str) for one in formats)
+    if not several and not isinstance(formats, str | None):
+        raise WorkloadError(f'--generate takes one format as "kv_cache", or several in a list, not {formats!r}')
+    if several and options.get("kv_quality") is None:
         raise WorkloadError('--generate takes several formats of "kv_cache" with "kv_quality", which tells them apart')
     if options.get("do_sample") or options.get("cache_implementation", "static") != "static":
         raise WorkloadError("--generate is greedy, with a static cache: do_sample=False, cache_implementation='static'")

@@ -4,9 +4,8 @@ Imports are most of a short child's time: torch 3 s, a model of transformers 9 t
 2026-11-26). The server imports and does nothing else: it has run no model, opened no GPU and started no thread of
 Python, and it says so or why not (`ForkServer.problem`). Threads of BLAS libraries wait for work; they end in a fork. A
 child that it forks is what a new interpreter is after the same imports, but that all have one layout of memory and one
-seed of hashes, where interpreters differ. Its environment is the server's: that of the run at its beginning. What
-libraries set in the run's own process since then is not in it (PyTorch's profiler sets two variables), but for the
-folders of compilers' caches (`CACHES`).
+seed of hashes, where interpreters differ. Its environment is the server's, since variables act at import, but for those
+that libraries read at each use (`AT_USE`).
 
 The server is this module, run with `env.python_command`: MODULE, whose `main` children run; the file descriptor of its
 connection; modules to import.
@@ -30,7 +29,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
 from wavecrest import env
@@ -42,11 +42,17 @@ from wavecrest.measure.child import die_with
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 # CUDA's driver, and its answer before it is initialised (cuDeviceGetCount, CUDA_ERROR_NOT_INITIALIZED)
 _DRIVER, _NOT_INITIALISED = "libcuda.so.1", 3
-# the folders of caches, which PyTorch's compiler sets in the process where it works and reads at each use (torch 2.11
-# to 2.13): a child looks where its starter wrote
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# libraries, and wavecrest's profiler, set these for themselves as they work, and read them at each use
+AT_USE = (
+    "KINETO_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+)
 
 
 class Forked:
@@ -84,14 +90,17 @@ class ForkServer:
     Args:
         module: children run its `main` with their arguments.
         imports: modules to import beside it; one that cannot be imported is left to the children.
+        changes: variables to set, or to unset where None, beside those of this process.
 
     Attributes:
-        environment: the variables of the server, and so of its children but for `CACHES`.
+        environment: the variables of the server, and so of its children but for `AT_USE`.
         import_seconds: how long its imports took; 0 until `problem` was asked for.
     """
 
-    def __init__(self, module: str, imports: Sequence[str] = ()) -> None:
-        self.environment = env.python_child({})
+    def __init__(
+        self, module: str, imports: Sequence[str] = (), changes: Mapping[str, str | None] = MappingProxyType({})
+    ) -> None:
+        self.environment = env.python_child(changes)
         self.import_seconds = 0.0
         self._problem: str | None = None if sys.platform == "linux" else f"{sys.platform} has no safe fork"
         if self._problem is not None:
@@ -101,7 +110,7 @@ class ForkServer:
             command = [*env.python_command(__name__), module, str(other.fileno()), *imports]
             self._process = subprocess.Popen(
                 command,
-                env={**self.environment, _ASKS_NVML: "1"},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -134,7 +143,7 @@ class ForkServer:
         return self._problem
 
     def start(self, arguments: Sequence[str], log: IO[bytes], passed: Sequence[int] = ()) -> Forked:
-        """Fork a child.
+        """Fork a child, in this process's folder and with its `AT_USE`.
 
         Args:
             arguments: of its `main`.
@@ -142,25 +151,33 @@ class ForkServer:
             passed: file descriptors of this process; the child has their numbers there behind `arguments`.
 
         Raises:
-            EnvironmentProblem: the server cannot fork, or has ended.
+            EnvironmentProblem: the server cannot fork, or has ended; or this process has no folder, or can make no
+                temporary file or pipe.
         """
         if self.problem:
             raise EnvironmentProblem(f"no child can be forked: {self.problem}")
-        ended, theirs = os.pipe()
-        try:
-            with tempfile.TemporaryFile() as request:
-                request.write("\0".join([os.getcwd(), *map(env.get, CACHES), *arguments]).encode())
+        with contextlib.ExitStack() as stack:
+            try:
+                told = [f"{name}={value}" for name, value in env.current().items() if name in AT_USE]
+                request = stack.enter_context(tempfile.TemporaryFile())
+                # an empty part ends the variables
+                request.write(os.fsencode("\0".join([os.getcwd(), *told, "", *arguments])))
                 request.flush()
+                ended, theirs = os.pipe()
+            except OSError as error:
+                raise EnvironmentProblem(f"no child can be forked: {error}") from error
+            # the reading end stays open for a child alone
+            close = stack.enter_context(contextlib.ExitStack())
+            close.callback(os.close, ended)
+            stack.callback(os.close, theirs)
+            pid = 0
+            with contextlib.suppress(OSError):
                 socket.send_fds(self._connection, [b"f"], [request.fileno(), log.fileno(), theirs, *passed])
                 pid = int(self._connection.recv(16) or 0)
-        except OSError:
-            pid = 0
-        finally:
-            os.close(theirs)
-        if not pid:
-            os.close(ended)
-            raise EnvironmentProblem("no child can be forked: the server has ended")
-        return Forked(pid, ended)
+            if not pid:
+                raise EnvironmentProblem("no child can be forked: the server has ended")
+            close.pop_all()
+            return Forked(pid, ended)
 
 
 def main() -> int:
@@ -169,11 +186,14 @@ def main() -> int:
     _, module, number, *imports = sys.argv
     connection = socket.socket(fileno=int(number))
     connection.set_inheritable(False)
+    before = env.current().get(_ASKS_NVML)
+    env.set_value(_ASKS_NVML, "1")
     for name in imports:
         # whatever it raises, a child that needs it raises too, and says so
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     runner = importlib.import_module(module)
+    _set({_ASKS_NVML: before})
     # what is there now is no garbage of a child: its collector leaves these pages shared (8 children on two cores: 2 s)
     gc.collect()
     gc.freeze()
@@ -275,12 +295,10 @@ def _become(runner: Any, parent: int, request: int, log: int, ended: int, passed
         os.close(log)
         with os.fdopen(request, "rb") as file:
             file.seek(0)
-            folder, *arguments = file.read().decode().split("\0")
-        caches, arguments = arguments[: len(CACHES)], arguments[len(CACHES) :]
-        env.unset(_ASKS_NVML)
-        for name, value in zip(CACHES, caches, strict=True):
-            if value:
-                env.set_value(name, value)
+            folder, *rows = os.fsdecode(file.read()).split("\0")
+        end = rows.index("")
+        variables, arguments = dict(row.split("=", 1) for row in rows[:end]), rows[end + 1 :]
+        _set({name: variables.get(name) for name in AT_USE})
         os.chdir(folder)
         _be_new(folder)
         sys.argv = [runner.__name__, *arguments, *map(str, passed)]
@@ -305,6 +323,15 @@ def _exit_code(error: BaseException) -> int:
         return error.code or 0
     sys.stderr.write(f"{error.code}\n")
     return 1
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or unset them where None."""
+    for name, value in variables.items():
+        if value is None:
+            env.unset(name)
+        else:
+            env.set_value(name, value)
 
 
 def _be_new(folder: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from wavecrest.errors import WorkloadError
 from wavecrest.measure import timing
 from wavecrest.optimizer.children import SideReport, order_of
 from wavecrest.records import BucketSpeed
@@ -97,6 +98,9 @@ def alternate(
         looks: numbers of pairs after which the interval is computed, ascending, and its tails then (`LOOKS`).
         min_gain: the gain to decide on (0.02: two percent).
         seconds_left: pairs beyond the first look are taken only while this covers them.
+
+    Raises:
+        WorkloadError: two of them loaded different workloads, whose times say nothing about the model.
     """
     base: list[SideReport] = []
     new: list[SideReport] = []
@@ -105,12 +109,34 @@ def alternate(
         pairs = run(len(base), look - len(base))
         base += [pair["base"] for pair in pairs]
         new += [pair["new"] for pair in pairs]
+        _check_same_workload([*base, *new])
         claim = claim_of(base, new, unit=unit, tail=looks[look])
         left = seconds_left()
         more = numbers[min(number + 1, len(numbers) - 1)] - look
         if decides(claim, min_gain) or left < (begin - left) / look * more:
             break
     return claim
+
+
+def _check_same_workload(reports: Sequence[SideReport]) -> None:
+    """Hold what processes loaded to what the first one did.
+
+    Raises:
+        WorkloadError: shapes of inputs differ, or source files.
+    """
+    first, again = reports[0], "a workload must be the same in each process that loads it"
+    for report in reports[1:]:
+        edited = [name for name, digest in report.sources.items() if first.sources.get(name, digest) != digest]
+        if edited:
+            raise WorkloadError(f"{', '.join(edited[:3])} was changed while processes were compared: {again}")
+        for bucket, shapes in report.shapes.items():
+            one, other = (_text(row) for row in (first.shapes.get(bucket, shapes), shapes))
+            if one != other:
+                raise WorkloadError(f"bucket {bucket} is {one} in one process and {other} in another: {again}")
+
+
+def _text(shapes: Mapping[str, str]) -> str:
+    return ", ".join(f"{path} {shape}" for path, shape in shapes.items())
 
 
 def in_turn(

@@ -36,7 +36,7 @@ from pydantic import Field
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
 from wavecrest.measure import timing
-from wavecrest.measure.fork_server import Forked, ForkServer
+from wavecrest.measure.fork_server import AT_USE, Forked, ForkServer
 from wavecrest.records import BucketError, QualityResult, decode, files
 
 if TYPE_CHECKING:
@@ -86,18 +86,26 @@ class Task:
 
 
 class SideReport(files.Model):
-    """Result of a child process: samples in ms by bucket, the checks that were asked for, seconds of its parts."""
+    """Result of a child process: samples in ms by bucket, and the checks that were asked for.
+
+    Attributes:
+        shapes: of the inputs that it was timed with, by bucket.
+        sources: hashes of the workload's source files as it loaded them, by path.
+        spent: seconds of its parts.
+    """
 
     clock: str
     times: dict[str, list[float]]
     numerics: list[BucketError]
     quality: list[QualityResult]
     warnings: list[str]
+    shapes: dict[str, dict[str, str]] = Field(default_factory=dict)
+    sources: dict[str, str] = Field(default_factory=dict)
     spent: dict[str, float] = Field(default_factory=dict)
 
 
 class Problem(files.Model):
-    """An error that a child ended with: the name of its class in `errors`, and its text."""
+    """An error that a child ended with: the name of its class in `errors`, or of its base there, and its text."""
 
     kind: str
     text: str
@@ -105,7 +113,8 @@ class Problem(files.Model):
     @classmethod
     def of(cls, error: WavecrestError) -> Problem:
         """The problem to hand to the parent."""
-        return cls(kind=type(error).__name__, text=str(error))
+        named = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        return cls(kind=next(named), text=str(error))
 
     def error(self, name: str) -> WavecrestError:
         """The error again, with the name of the process in front."""
@@ -130,6 +139,9 @@ Jobs = Mapping[timing.Side, Job]
 class Starter:
     """Starts the children of one run; ends with its block.
 
+    They have the variables of this process as the run began, but for those that are read at each use (`AT_USE`): what a
+    step sets would reach the original's processes too.
+
     Args:
         model: of the workload: the installed modules that its classes come from are imported once for all children.
         device: torch device name of the workload.
@@ -140,6 +152,7 @@ class Starter:
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
+        self._before = env.current()
 
     def __enter__(self) -> Starter:
         return self
@@ -152,7 +165,7 @@ class Starter:
     def begin(self) -> None:
         """Start the imports now, to have them when the first pair starts; without this they start then."""
         if self._forks and self._server is None:
-            self._server = ForkServer(_SIDE, self._imports)
+            self._server = ForkServer(_SIDE, self._imports, self._undone)
 
     @property
     def problem(self) -> str:
@@ -169,7 +182,21 @@ class Starter:
         if any(job.changes for jobs in pairs for job in jobs.values()):
             return None
         self.begin()
-        return None if self.problem else self._server
+        if self._server is None:
+            return None
+        return None if self._server.problem else self._server
+
+    def as_begun(self, jobs: Jobs) -> Jobs:
+        """The jobs, with the variables of the beginning for those that start as new interpreters."""
+        undone = self._undone
+        return {side: job._replace(changes={**undone, **job.changes}) for side, job in jobs.items()}
+
+    @property
+    def _undone(self) -> dict[str, str | None]:
+        """The changes that make this process's variables those of the beginning."""
+        now = env.current()
+        names = {*self._before, *now} - {*AT_USE}
+        return {name: self._before.get(name) for name in names if self._before.get(name) != now.get(name)}
 
 
 def _is_installed(name: str) -> bool:
@@ -209,6 +236,8 @@ def run_pairs(
         WavecrestError: see `run_child`.
     """
     server = starter.server_for(pairs) if starter is not None else None
+    if starter is not None:
+        pairs = [starter.as_begun(jobs) for jobs in pairs]
     if any(job.task.device != "cpu" for pair in pairs for job in pair.values()):
         # candidates of earlier steps are in cycles, with all that they hold
         gc.collect()

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from wavecrest import hardware
+from wavecrest.bench.baseline import shapes
 from wavecrest.errors import WavecrestError, WorkloadError
 from wavecrest.measure import copies, timing, workload
 from wavecrest.measure.rotation import Rotation
+from wavecrest.optimizer.bundle import hash_sources
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.children import Problem, SideReport, Task, Turns, problem_file
-from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.gate import Gate, RuleBroken
 from wavecrest.optimizer.gate.site import first_line
+from wavecrest.optimizer.gate.untouched import checksums
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import pin_dispatch, replay
 from wavecrest.optimizer.steps import AppliedSteps
@@ -110,6 +113,7 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
 
     Raises:
         PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here, or the model raises.
+        RuleBroken: the answers break a rule of the gate that has no error to show, or the original was changed.
         ClockError: the times cannot be trusted.
     """
     laps = Laps(now)
@@ -118,7 +122,14 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
     else:
         loaded = workload.load(task.spec, device=task.device)
     laps.end("load")
+    # as they are now: a call may make a cache longer, and an edit is of a later process
+    sizes = {bucket: shapes(inputs) for bucket, inputs in loaded.buckets.items()}
+    sources: dict[str, str] = {}
+    # a file that is too large to be hashed, or is gone, is not held to anything
+    with contextlib.suppress(OSError, ValueError):
+        sources = {} if task.copied else hash_sources(loaded.spec)
     model, texts, applied = loaded.model, [], AppliedSteps()
+    before = checksums(loaded.model) if task.check else {}
     if task.plan is not None:
         plan = Plan.load(task.plan)
         differences = plan.match(loaded, hardware.detect(loaded.device))
@@ -137,12 +148,23 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
     except Exception as error:
         whose = "the model" if task.plan is None else "the optimized model"
         raise WorkloadError(f"{whose} raised {first_line(error)}") from error
+    numerics, quality = [], []
+    if task.check:
+        # the right answers come from it, and the result shares its weights
+        changed = [name for name, digest in checksums(loaded.model).items() if before.get(name) != digest]
+        gate = Gate.prepare(loaded)
+        changed = [name for name in changed if not any(name in written for written in gate.writes.values())]
+        if changed:
+            raise RuleBroken("model", f"it changed {', '.join(changed[:5])} of the original")
+        numerics, quality = check_applied(gate, model, applied, final=True), check_quality(loaded, model)
     return SideReport(
         clock=next(iter(measured.values())).clock,
         times={bucket: list(found.samples) for bucket, found in measured.items()},
-        numerics=check_applied(Gate.prepare(loaded), model, applied, final=True) if task.check else [],
-        quality=check_quality(loaded, model) if task.check else [],
+        numerics=numerics,
+        quality=quality,
         warnings=texts,
+        shapes=sizes,
+        sources=sources,
         spent=laps.spent,
     )
 

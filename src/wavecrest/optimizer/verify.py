@@ -8,6 +8,7 @@ processes that alternate, by the same code as the final measurement of a run (`a
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def run(
         command: the command line, for the record.
 
     Raises:
-        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here.
+        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here, or processes loaded
+            different workloads.
+        StepRefused: in a process the optimized model broke a rule of the gate that has no error to show.
         EnvironmentProblem: a process died.
     """
     plan = Plan.load(plan_path)
@@ -66,13 +69,16 @@ def run(
             if on_process is not None:
                 on_process(index, processes)
             original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
-            result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
+            result = Job(Task(spec, loaded.device, seconds, str(copy), check=True), variables, f"process {index}")
             pair: Jobs = {"base": original, "new": result}
             found += run_pairs([pair], index, memory=2 * memory_of(loaded), starter=starter)
         reports.extend(pair["new"] for pair in found)
         return found
 
-    with Starter(loaded.model, loaded.device) as starter:
+    with tempfile.TemporaryDirectory() as folder, Starter(loaded.model, loaded.device) as starter:
+        # what is at the path may be written anew meanwhile
+        copy = Path(folder) / "plan.json"
+        plan.save(copy)
         claim = alternate(
             some, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
         )

@@ -217,6 +217,10 @@ class Gate:
 
     # ---- candidates
 
+    def put_back(self) -> list[str]:
+        """Undo what was changed in this process since the gate was prepared (rule "process"); a phrase a change."""
+        return self._process.put_back() if "process" in self.rules else []
+
     def check(
         self,
         candidate: Callable[..., Any],
@@ -251,7 +255,7 @@ class Gate:
             finally:
                 for site in [*self.sites, *self.other_sites]:
                     site.put_back()
-                undone = self._process.put_back() if "process" in self.rules else []
+                undone = self.put_back()
             if undone:
                 raise RuleBroken("process", undone[0])
         return rows

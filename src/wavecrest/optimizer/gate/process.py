@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
+import os
+import statistics
 import sys
 import threading
 import time
@@ -11,7 +14,10 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+
+from wavecrest import env
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,8 +42,17 @@ _MODULE = (
     "__call__", "__getattr__", "__setattr__", "_call_impl", "_wrapped_call_impl", "buffers", "eval", "forward",
     "parameters", "train",
 )  # fmt: skip
+# methods of torch.cuda.Event, torch.cuda.Stream and torch.cuda.CUDAGraph
+_ON_CUDA = ("elapsed_time", "query", "record", "replay", "synchronize", "wait", "wait_event", "wait_stream")
+# functions that intervals and verdicts are computed with
+_STATISTICS = ("fmean", "geometric_mean", "median", "stdev")
+_MATH = ("exp", "isclose", "isfinite", "log", "prod", "sqrt")
+_NUMPY = (
+    "asarray", "concatenate", "cumsum", "interp", "isfinite", "log", "mean", "median", "quantile", "searchsorted",
+    "sort", "triu_indices",
+)  # fmt: skip
 # modules of wavecrest whose own functions and classes are watched
-_OWN = tuple(f"wavecrest.{room}" for room in ("optimizer.gate", "measure", "optimizer.trial", "optimizer.verdict"))
+_OWN = tuple(f"wavecrest.{room}" for room in ("optimizer", "measure", "records"))
 _MISSING = object()
 
 
@@ -59,6 +74,7 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
+        "the processors of this thread": (_processors(), _set_processors),
         "whether gradients are on": (torch.is_grad_enabled(), torch.set_grad_enabled),
         "autocast on the CPU": (
             torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)
@@ -75,15 +91,35 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "reduced precision sums in bfloat16": attribute(
             backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
         ),
-        "the math backend of attention": (
-            backends.cuda.math_sdp_enabled(), backends.cuda.enable_math_sdp
+        **{
+            f"the {what} backend of attention": (
+                getattr(backends.cuda, f"{name}_sdp_enabled")(), getattr(backends.cuda, f"enable_{name}_sdp")
+            )
+            for what, name in (
+                ("math", "math"), ("flash", "flash"), ("memory-efficient", "mem_efficient"), ("cuDNN", "cudnn")
+            )
+        },
+        "reduced precision sums in the math backend of attention": (
+            backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), backends.cuda.allow_fp16_bf16_reduction_math_sdp
         ),
+        "oneDNN": attribute(backends.mkldnn, "enabled"),
         "subnormal numbers": (_has_subnormals(), lambda value: torch.set_flush_denormal(not value)),
         "the garbage collector": (gc.isenabled(), lambda value: gc.enable() if value else gc.disable()),
         "the interpreter's trace function": (sys.gettrace(), sys.settrace),
         "the interpreter's profile function": (sys.getprofile(), sys.setprofile),
         "torch function modes": (_modes(), lambda value: None),
     }  # fmt: skip
+
+
+def _processors() -> list[int]:
+    """The processors that this thread may run on; empty where a system does not say, or OpenMP binds threads itself."""
+    bound = any(env.get(name) for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"))
+    return [] if bound or not hasattr(os, "sched_getaffinity") else sorted(os.sched_getaffinity(0))
+
+
+def _set_processors(numbers: list[int]) -> None:
+    if numbers:
+        os.sched_setaffinity(0, numbers)
 
 
 def _set_default_device(name: str) -> None:
@@ -141,6 +177,10 @@ def _functions(model: nn.Module | None) -> Iterable[tuple[Any, str, str, Any]]:
         (torch.Tensor, "torch.Tensor", _TENSOR),
         (time, "time", _CLOCKS),
         (torch.cuda, "torch.cuda", _CUDA),
+        *((getattr(torch.cuda, kind), f"torch.cuda.{kind}", _ON_CUDA) for kind in ("CUDAGraph", "Event", "Stream")),
+        (statistics, "statistics", _STATISTICS),
+        (math, "math", _MATH),
+        (np, "numpy", _NUMPY),
         (torch.nn.Module, "torch.nn.Module", _MODULE),
         (torch.nn.functional, "torch.nn.functional", [n for n in vars(torch.nn.functional) if not n.startswith("_")]),
         (threading, "threading", ("Thread",)),

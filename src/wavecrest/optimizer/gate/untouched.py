@@ -100,10 +100,25 @@ class Untouched:
                 yield f"input {path} of bucket {bucket}"
 
 
-def _tensors(model: nn.Module) -> Iterator[_Held]:
+def checksums(model: nn.Module) -> dict[str, str]:
+    """Checksums of a model's parameters and buffers, by name; of those whose bits can be read as whole numbers."""
+    return {name: checksum(tensor) for name, tensor in _named(model).items() if _has_bits(tensor)}
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    # a subclass decides itself what its memory is; PyTorch ends the process where quantized memory is viewed as another
+    own = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return own and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, as messages and a gate's `writes` name them."""
     found: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
-    found |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
-    found = in_parts(found)
+    return in_parts(found | {f"buffer {name}": tensor for name, tensor in model.named_buffers()})
+
+
+def _tensors(model: nn.Module) -> Iterator[_Held]:
+    found = _named(model)
     size = sum(tensor.nbytes for tensor in found.values())
     copies = size <= COPY_SHARE * _free_memory(next(iter(found.values())).device) if found else True
     for name, tensor in found.items():

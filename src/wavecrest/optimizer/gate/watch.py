@@ -39,6 +39,9 @@ class Limits(Protocol):
     def sites(self) -> Sequence[Site]:
         """One for each bucket."""
 
+    def put_back(self) -> list[str]:
+        """Undo what was changed in this process; a phrase a change."""
+
 
 @dataclass(slots=True)
 class OutputWatch:
@@ -107,11 +110,14 @@ class OutputWatch:
                 )
 
     def check(self) -> int:
-        """The number of pairs compared.
+        """The number of pairs compared, once all are timed.
 
         Raises:
-            RuleBroken: "timing", if an answer was wrong.
+            RuleBroken: "process", if functions or settings were changed meanwhile, which the times rest on; "timing",
+                if an answer was wrong.
         """
+        if changed := self.gate.put_back():
+            raise RuleBroken("process", f"while it was timed: {changed[0]}")
         if self._problem is not None:
             raise self._problem
         return self.compared
