@@ -19,6 +19,7 @@ from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.kernel import place_of
 from wavecrest.ops._flash_attention.key import key_of, shape_of
+from wavecrest.ops._flash_attention.study import compile_cases
 from wavecrest.ops.common.triton import tl, triton
 
 TOTALS, TILES, SECTIONS = 29, (1, 2, 3, 7), (1, 2, 3, 5, 8, 29)
@@ -157,3 +158,6 @@ def test_other_calls_and_architectures_keep_their_order() -> None:
     assert misfit(op, key_of(causal), "triton", SECTIONED) == misfit(op, key_of(causal), "triton", SMALL) == ""
     tried = list(configs.space(shape_of(key_of(causal)), ARCHS["gfx942"]))
     assert {0, 2, 4, 16} == {one["SECTION_MIB"] for one in tried} and len(tried) == len(set(tried))
+    # tiles that `wavecrest isa --config` names leave the order as it is
+    for order, config in ((True, SMALL), (False, Config(**(SMALL.kwargs | {"SECTION_MIB": 0})))):
+        assert compile_cases(ARCHS["gfx942"], config)["D=128 causal"].constants["SECTIONS"] == order
