@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,9 +120,12 @@ def cli_page() -> str:
 def _emulated(path: Path) -> Iterator[str]:
     found = record.load(path)
     versions = found.header.versions
+    # a record is named by the day on which its run ended, which its header has
+    command = re.sub(r"[^/' ]+\.jsonl\.gz", path.name, found.header.command)
+    renamed = "" if command == found.header.command else " (begun the day before; the output was renamed)"
     yield (
         f"**Emulated {found.arch}**, {found.header.created[:10]}: triton {versions.triton}, torch {versions.torch}, "
-        f"tinygrad {record.shown_tinygrad(found.tinygrad)}, `{found.header.command}`. Record: "
+        f"tinygrad {record.shown_tinygrad(found.tinygrad)}, `{command}`{renamed}. Record: "
         f"[`{path.name}`](../evidence/emulated/{path.name}).\n"
     )
     yield "| op | cases | outcome | largest error | 8-bit values one step off | workgroups | wave instructions |"

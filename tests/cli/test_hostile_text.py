@@ -173,7 +173,7 @@ def show_outcome(row: StepOutcome) -> None:
 def emulation() -> EmulationRecord:
     from wavecrest.isa.emulate import record
 
-    return record.load(EVIDENCE / "emulated/2026-11-26_isa-run_gfx950.jsonl.gz")
+    return record.load(max(EVIDENCE.glob("emulated/*_isa-run_gfx950.jsonl.gz")))
 
 
 def isa_diff_record() -> IsaDiffRecord:

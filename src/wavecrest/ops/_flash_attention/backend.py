@@ -78,7 +78,15 @@ def _bind_hopper(
     return _hopper.bind(call, config, portable)
 
 
-op.attach_kernel("triton", _launch.bind, refuse=refuse, priority=PRIORITY, default_config=default_config)
+op.attach_kernel(
+    "triton",
+    _launch.bind,
+    refuse=refuse,
+    priority=PRIORITY,
+    default_config=default_config,
+    # rows that were timed before there was it ran head after head
+    optional=("SECTION_MIB",),
+)
 op.attach_kernel(
     "triton_hopper",
     _bind_hopper,

@@ -18,7 +18,7 @@ class Shape(NamedTuple):
 
     `seqlen_q`: a bucket; `head_dim`: the larger one of q and of v; `bits`: of an element of q; `more`: the number of
     operations on scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `kv_dtype`: the
-    dtype of 8-bit k and v, else None.
+    dtype of 8-bit k and v, else None; `window`: a window has a left edge.
     """
 
     seqlen_q: int
@@ -28,6 +28,7 @@ class Shape(NamedTuple):
     more: int
     kv_dtype: str | None = None
     dropout: bool = False
+    window: bool = False
 
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages
@@ -128,6 +129,10 @@ def _made(shape: Shape, arch: Arch | None, tile: _Tile, matrix: int = 16) -> Con
         # limit as well, and 8 waves have two a SIMD without it
         waves = 2 if shape.bits != 32 and fewer == 128 and warps == 4 else 0
         more = {"waves_per_eu": waves, "matrix_instr_nonkdim": matrix if waves else 16}
+        if shape.causal and not shape.window:
+            # by the model of benchmarks/causal_order.py: the longest tiles of several heads first, as long as an L2
+            # cache holds their k and v; behind a window's left edge tiles are about equally long
+            more["SECTION_MIB"] = int(arch.l2_mib)
     return Config(BLOCK_M=fewer, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
 
 
@@ -165,6 +170,12 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     first = default(shape, arch)
     yield first
     seen = {first}
+    if "SECTION_MIB" in first:
+        # head after head, and what half of the L2 cache holds, or a cache behind it
+        for mib in (0, int(arch.l2_mib) // 2, 4 * int(arch.l2_mib)):
+            made = Config(**(first.kwargs | {"SECTION_MIB": mib}))
+            seen.add(made)
+            yield made
     tiles = _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD
     for tile in [one for one in tiles if _fits(one, shape, arch)]:
         one = _made(shape, arch, tile)

@@ -24,8 +24,46 @@ SIZES = [
     "stride_vb", "stride_vh", "stride_vs", "stride_vd", "stride_ob", "stride_oh", "stride_os", "stride_lb", "stride_lh",
     "stride_bb", "stride_bh", "stride_bm", "stride_bn", "stride_ab", "stride_ah", "stride_sink", "stride_cq",
     "stride_ck", "p_descale", "stride_qdb", "stride_qdh", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh",
-    "seed_low", "seed_high", "least_kept", "kept_share",
+    "seed_low", "seed_high", "least_kept", "kept_share", "section", "total",
 ]  # fmt: skip
+
+
+@triton.jit
+def place_of(program, programs, tiles, section, total, XCDS: tl.constexpr, RIGHT: tl.constexpr, SECTIONS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's tile of queries and its head, counted over the `total` heads of all sequences.
+
+    Programs begin in their order on each XCD. Head after head, unless there are SECTIONS: then `section` heads of an
+    XCD go together, whose k and v its L2 cache holds, the longest tiles of them all first. Heads that cannot be shared
+    out evenly come before all others: their tiles are dealt to the XCDs in turn. A bijection for any numbers.
+    """
+    if SECTIONS:
+        # unsigned, which is divided in fewer instructions
+        program = tl.cast(program, tl.uint32)
+        tiles = tl.cast(tiles, tl.uint32)
+        section = tl.cast(section, tl.uint32)
+        total = tl.cast(total, tl.uint32)
+        # heads that an XCD has for itself, and programs of those that none has
+        own = total // XCDS
+        shared = total % XCDS * tiles
+        alone = program >= shared
+        rest = program - tl.minimum(program, shared)
+        place = rest // XCDS
+        part = place // (section * tiles)
+        first = tl.where(alone, rest % XCDS * own + part * section, own * XCDS)
+        width = tl.where(alone, tl.minimum(own - part * section, section), total % XCDS)
+        inside = tl.where(alone, place - part * section * tiles, program)
+        tile = tl.cast(inside // width, tl.int32)
+        head = tl.cast(first + inside % width, tl.int32)
+        tiles = tl.cast(tiles, tl.int32)
+    else:
+        # a head's tiles side by side, and so on one XCD: they read the same keys
+        index = remap_xcd(program, programs, XCDS)
+        tile = index % tiles
+        head = index // tiles
+    if RIGHT:
+        # the last queries see the most keys: longest first, so that what runs at the end is short
+        tile = tiles - 1 - tile
+    return tile, head
 
 
 @triton.jit
@@ -202,7 +240,7 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
     stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
     p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
-    seed_low, seed_high, least_kept, kept_share,
+    seed_low, seed_high, least_kept, kept_share, section, total,
     PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DROPOUT: tl.constexpr,
     Q_ORDER: tl.constexpr, K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, BIAS_ORDER: tl.constexpr,
@@ -210,23 +248,19 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     QUANTIZED: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr,
     PTX: tl.constexpr, FOREIGN: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    XCDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    XCDS: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head of one sequence.
 
     Strides of q, k, v and bias come in units of their ALIGN, head_dim in units of D_ALIGN and DV_ALIGN, those of o in
     DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
     multiplied in more bits has TYPE, q and k with WIDEN, weights unless they are ROUNDED to 8 bits. DROPOUT keeps
-    a weight whose word is `least_kept` or more.
+    a weight whose word is `least_kept` or more. `section`, `total`, SECTIONS: see `place_of`.
     """
-    # a head's tiles side by side, and so on one XCD: they read the same keys
-    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
-    tile_m = index % tiles
-    if RIGHT:
-        # the last queries see the most keys: longest first, so that what runs at the end is short
-        tile_m = tiles - 1 - tile_m
-    head = (index // tiles) % heads
-    sequence = (index // tiles // heads).to(tl.int64)
+    tile_m, place = place_of(tl.program_id(0), tl.num_programs(0), tiles, section, total, XCDS, RIGHT, SECTIONS)
+    head = place % heads
+    sequence = (place // heads).to(tl.int64)
     head = head.to(tl.int64)
     kv_head = head // group
     start_m = tile_m * BLOCK_M

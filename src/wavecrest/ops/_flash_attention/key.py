@@ -64,4 +64,13 @@ def shape_of(key: Key) -> _config.Shape:
     dropout = "dropout" in words
     more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0, dropout].count(True)
     kv_dtype = words[0] if bits == 8 else words[2] if "kv" in words else None
-    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, kv_dtype, dropout)
+    return _config.Shape(
+        part["queries"],
+        max(part["d"], part["dv"]),
+        bits,
+        part["right"] >= 0,
+        more,
+        kv_dtype,
+        dropout,
+        part["left"] >= 0,
+    )

@@ -158,7 +158,7 @@ def launch(
             *_slot(call.cu_seqlens_q, 1), *_slot(call.cu_seqlens_k, 1),
             1.0 if call.p_descale is None else float(call.p_descale),
             *_slot(call.q_descale, 2), *_slot(call.k_descale, 2), *_slot(call.v_descale, 2),
-            *_words(call), 1.0 / (1.0 - call.dropout_p),
+            *_words(call), 1.0 / (1.0 - call.dropout_p), _section(call, config), call.heads * call.batch,
         ),
         {
             "PACKED": call.packed,
@@ -185,11 +185,20 @@ def launch(
             "WIDE": _wide(walks, config, max(block_d, block_dv)),
             **_arithmetic(call, arch),
             "XCDS": 1 if arch is None else arch.xcds,
+            "SECTIONS": call.right >= 0 and config.get("SECTION_MIB", 0) > 0,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
         },
-        config,
+        # the kernel takes heads, not MiB
+        Config(**{name: value for name, value in config.kwargs.items() if name != "SECTION_MIB"}),
     )  # fmt: skip
+
+
+def _section(call: FlashAttentionCall, config: Config) -> int:
+    """Heads that go together, longest tiles first: whole groups, whose k and v take up to SECTION_MIB, or one group."""
+    kept = call.seqlen_k * (call.head_dim * call.k.element_size() + call.head_dim_v * call.v.element_size())
+    groups = (config.get("SECTION_MIB", 0) << 20) // max(1, kept)
+    return min(call.heads * call.batch, call.group * max(1, groups))
 
 
 def _tensors(call: FlashAttentionCall, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:

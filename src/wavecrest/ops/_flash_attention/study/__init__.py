@@ -100,7 +100,11 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     made = {}
     fp8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     for name, call in (cases.compiled() | cases.compiled_of_8_bits(fp8)).items():
-        chosen = config or _config.default(shape_of(key_of(call)), arch)
+        chosen = _config.default(shape_of(key_of(call)), arch)
+        if config is not None:
+            # a launch's configuration does not have it: the order stays the default's
+            order = {field: chosen[field] for field in ("SECTION_MIB",) if field in chosen}
+            chosen = Config(**(order | config.kwargs))
         made[name] = _launch.launch(call, *_launch.empty_results(call), chosen, arch)
     if arch.name == "sm_90" and config is None:
         for name, call in cases.compiled_for_hopper().items():
