@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from wavecrest.measure.workload import Inputs
 
-# share of the norms' time that goes with them; share of that which stays where a convolution gets a bias that it had
-# not, and PyTorch adds it to the result of a GPU library. Of ResNet-50, whose norms take 33%, 7% and 9% went (H200,
+# share of the norms' time that goes with them; share of it that the pass of a bias takes again, where a convolution had
+# none and PyTorch adds it to the result of a GPU library. Of ResNet-50, whose norms take 33%, 7% and 9% went (H200,
 # 2026-11-26, evidence/nvidia-h200/2026-11-26_zoo_encoders.jsonl.gz and 2026-11-26_zoo_resnet.jsonl.gz)
 NORM_GAIN, BIAS_PASS = 0.9, 0.75
 
