@@ -109,7 +109,7 @@ def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) 
         ([], 1, "one workload"),
         (["{file}:make", "--hf", "folder"], 1, "one workload"),
         (["{file}:gone"], 1, "no function 'gone'"),
-        (["{file}:broken"], 1, "bucket default raised RuntimeError"),
+        (["{file}:broken"], 1, "bucket default: the model raised RuntimeError"),
         (["{file}:make", "--seconds", "0"], 1, "--seconds must be above zero"),
         (["{file}:make", "--seconds", "nan"], 1, "--seconds must be above zero"),
         (["{file}:make", "--device", "cuda:99"], 3, "cuda:99 is not here"),

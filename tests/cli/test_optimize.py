@@ -102,7 +102,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         ("no_inputs", "no tensor in the example inputs"),
         ("wrong_device", "args[0] is on meta but the model is on cpu"),
         ("returns_nothing", "it must return (model, inputs) or a Workload"),
-        ("model_raises", "bucket default raised RuntimeError"),
+        ("model_raises", "bucket default: the model raised RuntimeError"),
     ],
 )
 def test_bad_workloads(

@@ -11,6 +11,7 @@ from wavecrest.errors import PlanError, StepRefused
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, step_by_id, structural_copy
+from wavecrest.records import BucketProfile, CategoryTime
 
 STEP = step_by_id("fold_batch_norm")
 
@@ -135,3 +136,24 @@ def test_a_plan_names_pairs_that_fit() -> None:
     with pytest.raises(StepRefused, match="2 cannot be folded into 0"):
         STEP.apply(structural_copy(model), {"pairs": [["0", "2"]]})
     assert "no batch norm in the model" in find(from_example(nn.Linear(2, 2), torch.randn(1, 2))).note
+
+
+def test_the_prediction_counts_the_bias_that_a_gpu_adds_in_a_pass_of_its_own() -> None:
+    """ResNet-50 on an H200: norms 33% of the time, convolutions without a bias, 1.07x and 1.10x measured."""
+    norm = CategoryTime(category="normalisation", ms=0.33, share=0.33, calls=53)
+    seen = [
+        BucketProfile(
+            bucket="default", wall_ms=1, kernel_ms=1, idle_ms=None, launches=0, categories=[norm], ops=[],
+            uncategorized=[],
+        )
+    ]  # fmt: skip
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    work = from_example(model, torch.ones(1, 2, 2, 2))
+    gpu = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
+
+    def ratio(device: hardware.Device, *pairs: list[str]) -> float | None:
+        return STEP.predict(Found(("0",), {"pairs": list(pairs)}), StepContext(work, device, seen, model)).ratio
+
+    assert ratio(gpu, ["0", "1"]) == pytest.approx(1.08, abs=0.01)
+    assert ratio(gpu, ["0", "1"], ["2", "3"]) == pytest.approx(1.23, abs=0.01)
+    assert ratio(gpu, ["2", "3"]) == ratio(hardware.cpu(), ["0", "1"]) == pytest.approx(1.42, abs=0.01)

@@ -133,7 +133,7 @@ class Growing(nn.Module):
 
 
 def test_what_the_model_raises_names_the_bucket() -> None:
-    with pytest.raises(WorkloadError, match=r"^bucket default raised ValueError: mat1 and mat2$"):
+    with pytest.raises(WorkloadError, match=r"^bucket default: the model raised ValueError: mat1 and mat2$"):
         baseline.bench_bucket(from_example(Failing(), torch.ones(1)), "default", seconds=0.0)
 
 

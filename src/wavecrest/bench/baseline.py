@@ -206,7 +206,9 @@ class _NamedCall(Call):
                 f"bucket {self.bucket} does not fit into the memory of {self.workload.device}: {_first_line(error)}"
             ) from error
         except Exception as error:
-            raise WorkloadError(f"bucket {self.bucket} raised {type(error).__name__}: {_first_line(error)}") from error
+            raise WorkloadError(
+                f"bucket {self.bucket}: the model raised {type(error).__name__}: {_first_line(error)}"
+            ) from error
 
 
 def _first_line(error: BaseException) -> str:

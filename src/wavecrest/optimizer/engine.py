@@ -118,7 +118,7 @@ def _prepare(run: RunState) -> None:
     run.ledger.note(note)
     record.profile_before = run.profile(run.workload.model)
     _bound_times(run)
-    run.context.profile = record.profile_before
+    run.context.profile, run.context.ceilings = record.profile_before, record.ceilings
     run.progress.phase("reference outputs")
     run.gate = Gate.prepare(run.workload, now=run.now)
     record.gate = run.gate.summary

@@ -62,7 +62,7 @@ def called(workload: Workload) -> list[Called]:
                 raise
             except Exception as error:
                 first = (str(error).strip().splitlines() or ["(no message)"])[0]
-                raise WorkloadError(f"bucket {bucket} raised {type(error).__name__}: {first}") from error
+                raise WorkloadError(f"bucket {bucket}: the model raised {type(error).__name__}: {first}") from error
     found = [Called(ops.get(one.op), one.key, one, calls) for one, calls in seen]
     return sorted(found, key=lambda one: -one.calls)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
     from wavecrest.optimizer.options import Wish
-    from wavecrest.records import BucketProfile, CauseKind
+    from wavecrest.records import BucketProfile, CauseKind, Ceilings
 
 # no prediction promises that more of a call's time goes
 MOST_SAVED = 0.9
@@ -93,6 +93,8 @@ class StepContext:
     ties: Sequence[tuple[str, float]] = ()
     # seconds of the budget that are left for trials of steps
     seconds_left: float = float("inf")
+    # the bandwidth and FLOP/s that the device reaches; None where they were not measured
+    ceilings: Ceilings | None = None
     # where time comes from
     now: Clock = time.perf_counter
 
