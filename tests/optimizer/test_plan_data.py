@@ -205,6 +205,18 @@ def test_dispatch_rows_of_another_version_are_left_out_with_a_warning(tmp_path: 
             plan.apply(MODEL, strict=True)
 
 
+def test_show_counts_skipped_steps_and_lists_them_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = step("replace_norm")
+    more = StepOutcome(id="fuse_qkv", title="not here", level=3, verdict="skipped", reason="no such module")
+    path = str(saved(tmp_path, **{**rows, "steps": [*rows["steps"], json.loads(more.model_dump_json())]}))
+    assert main(["plan", "show", path]) == 0
+    shown = capsys.readouterr().out
+    assert "1 step skipped; --all lists them" in shown and "no such module" not in shown
+    assert main(["plan", "show", "--all", path]) == 0
+    shown = capsys.readouterr().out
+    assert "no such module" in shown and "--all" not in shown
+
+
 def test_show_prints_lines_that_a_shell_may_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "show", str(saved(tmp_path, **variable("OMP_WAIT_POLICY", "active")))]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("export")]

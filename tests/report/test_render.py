@@ -612,7 +612,7 @@ def test_the_page_says_how_it_was_proven(sample: Sample) -> None:
         assert part in text, part
     lines = proof.lines(record)
     assert lines[0].startswith("accuracy gate: 3 of 4 rules; 7 models") and "seed 4711" in lines[0]
-    assert lines[-1] == "accuracy gate, rules not run for some model: padding (no input is a <mask>)"
+    assert lines[-1] == "accuracy gate, rules not run for some model: padding; the report has the reason of each"
 
 
 def test_one_process_is_shown_without_an_interval(sample: Sample) -> None:

@@ -19,6 +19,8 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wavecrest.dispatch.call import AnyCall
     from wavecrest.dispatch.decision import Cost, Decision
     from wavecrest.dispatch.op import AnyOp
@@ -260,12 +262,16 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _call(key: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_text(value)}" for name, value in key.items())
+
+
 def _show(record: ExplainRecord) -> None:
     title = escape(f"{record.op} on {record.device} ({record.arch})")
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("call", escape(", ".join(f"{name} {_text(value)}" for name, value in record.key.items())))
+    table.add_row("call", escape(_call(record.key)))
     table.add_row("runs", f"[green]{escape(record.backend)}[/green]")
     table.add_row("function", escape(record.function))
     if record.config:
@@ -288,11 +294,11 @@ def _show_ranking(record: RankingRecord) -> None:
         _shared.out.print(escape(record.note))
     if not record.ranking:
         return
-    call = ", ".join(f"{name} {_text(value)}" for name, value in record.key.items())
     where = escape(f"{record.op} on {record.arch} ({record.part})")
     fitted = f" (constants fitted to GEMM times that AMD published for {record.part})" if record.fitted else ""
     _shared.out.print(f"{where}: [bold]model[/bold], not measured{fitted}", soft_wrap=True)
-    _shared.out.print(escape(f"call: {call}"), soft_wrap=True)
+    if record.decision is None:
+        _shared.out.print(escape(f"call: {_call(record.key)}"), soft_wrap=True)
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
     table.add_column("configuration", overflow="fold")

@@ -45,8 +45,12 @@ def run(path: Path) -> Plan:
 
 
 @app.command("show")
-def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
-    """Show the steps of a plan, its machine, and the variables to set before import."""
+def show(
+    plan: PlanArgument,
+    all_steps: Annotated[bool, typer.Option("--all", help="Also list steps that were skipped.")] = False,
+    json: _shared.JsonOption = False,
+) -> int:
+    """Show the steps of a plan that were tried, its machine, and the variables to set before import."""
     loaded = run(plan)
     if json:
         _shared.print_json(loaded)
@@ -64,12 +68,18 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("step", "verdict", "speed-up", "why"):
         table.add_column(name, overflow="fold")
+    skipped = 0
     for step in loaded.steps:
+        if step.verdict == "skipped" and not all_steps:
+            skipped += 1
+            continue
         speed = f"{step.ratio:.3f}× {step.ci}" if step.ratio is not None else "–"
         in_force = step.id in loaded.stack or step.level == 1
         verdict = step.verdict if step.verdict != "kept" or in_force else "kept, then replaced"
         table.add_row(escape(step.title), verdict, speed, f"[dim]{escape(step.reason)}[/]")
     out.print(table)
+    if skipped:
+        out.print(f"[dim]{skipped} step{'' if skipped == 1 else 's'} skipped; --all lists them[/]")
     for setting in loaded.environment:
         # one line each, which a shell may take as it is: name and value are of the table, and quoted all the same
         line = f"export {shlex.quote(setting.name)}={shlex.quote(setting.value)}"

@@ -5,6 +5,7 @@ It costs about twenty calls of the candidate, so it runs for steps that were mea
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -97,7 +98,8 @@ def diagnose(run: RunState, candidate: nn.Module, speed: list[BucketSpeed], trac
     """
     needed = seconds_of_profile(row.new_ms for row in speed)
     if needed > PROFILE_SHARE * run.seconds_left:
-        text = f"not profiled: that takes {needed:.0f} s, and {max(run.seconds_left, 0):.0f} s are left"
+        left = max(run.seconds_left, 0.0)
+        text = f"no time to profile why: it takes about {math.ceil(needed)} s, and {left:.0f} s of the budget are left"
         return [*traced, Cause(kind="unknown", text=text)]
     run.progress.phase("profile of what was lost")
     found = list(traced)

@@ -94,8 +94,8 @@ def lines(record: OptimizeRecord) -> list[str]:
     # the page has the notes, which may be long
     rows += [f"accuracy gate, {row.bucket}: {_inputs(row)}" for row in found.buckets]
     if found.not_run:
-        left_out = "; ".join(f"{rule} ({reason})" for rule, reason in sorted(found.not_run.items()))
-        rows.append(f"accuracy gate, rules not run for some model: {left_out}")
+        left_out = ", ".join(sorted(found.not_run))
+        rows.append(f"accuracy gate, rules not run for some model: {left_out}; the report has the reason of each")
     return rows
 
 
