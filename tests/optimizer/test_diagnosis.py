@@ -86,7 +86,7 @@ def test_nothing_is_profiled_that_the_budget_does_not_hold(run: Run, monkeypatch
     analysis = pauses(workload)
     step = run(AddPause(), workload=workload, analysis=analysis).record.steps[0]
     assert step.verdict == "reverted" and step.causes[0].text.startswith(
-        "no time to profile why: that takes about 1 s, and "
+        "no time to profile why: it takes about 1 s, and "
     )
 
 

@@ -65,6 +65,17 @@ def test_small_gains_are_kept_together(run: Run) -> None:
     assert model.done == result.model.done == tuple(order) and model.pause == pytest.approx(result.model.pause)
 
 
+def test_a_step_is_joined_behind_those_that_make_its_sites(run: Run) -> None:
+    """The larger gain is of a step that is tried after the other one."""
+
+    class Behind(Saves):
+        tried_after = ("a",)
+
+    result = run(Saves("a", 0.024), Behind("b", 0.03), JoinTies(step_by_id), budget=300.0, min_gain=0.03)
+    joined = next(row for row in result.record.steps if row.id == "join_ties")
+    assert joined.verdict == "kept" and joined.sites == ["a × 1", "b × 1"]
+
+
 def test_one_small_gain_and_losses_are_not_joined(run: Run) -> None:
     result = run(
         Saves("a", 0.013), Saves("worse", -0.012), AddPause(), JoinTies(step_by_id), budget=300.0, min_gain=0.03

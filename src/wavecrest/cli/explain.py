@@ -262,7 +262,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _call(key: Mapping[str, Any]) -> str:
+def _key_text(key: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {_text(value)}" for name, value in key.items())
 
 
@@ -271,7 +271,7 @@ def _show(record: ExplainRecord) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("call", escape(_call(record.key)))
+    table.add_row("call", escape(_key_text(record.key)))
     table.add_row("runs", f"[green]{escape(record.backend)}[/green]")
     table.add_row("function", escape(record.function))
     if record.config:
@@ -298,7 +298,7 @@ def _show_ranking(record: RankingRecord) -> None:
     fitted = f" (constants fitted to GEMM times that AMD published for {record.part})" if record.fitted else ""
     _shared.out.print(f"{where}: [bold]model[/bold], not measured{fitted}", soft_wrap=True)
     if record.decision is None:
-        _shared.out.print(escape(f"call: {_call(record.key)}"), soft_wrap=True)
+        _shared.out.print(escape(f"call: {_key_text(record.key)}"), soft_wrap=True)
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
     table.add_column("configuration", overflow="fold")

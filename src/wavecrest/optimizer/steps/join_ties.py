@@ -16,7 +16,7 @@ from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext,
 from wavecrest.optimizer.steps.params import Params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -73,8 +73,7 @@ class JoinTies(Step):
         titles: list[str] = []
         made = structural_copy(own)
         try:
-            for step_id, _ in context.ties:
-                step = self._step(step_id)
+            for step in _in_order([self._step(name) for name, _ in context.ties]):
                 if any(step.excludes(self._step(row["id"])) for row in joined):
                     continue
                 context.model = made
@@ -103,6 +102,16 @@ class JoinTies(Step):
         for row in params["steps"]:
             model = apply_step(model, self._step(row["id"]), row["params"])
         return model
+
+
+def _in_order(steps: Sequence[Step]) -> Iterator[Step]:
+    """The steps as given, each behind those that it is tried after: they make its sites."""
+    left = list(steps)
+    while left:
+        names = {step.id for step in left}
+        chosen = next((step for step in left if not names.intersection(step.tried_after)), left[0])
+        left.remove(chosen)
+        yield chosen
 
 
 def can_join(step: Step) -> bool:
