@@ -876,9 +876,10 @@ def test_the_step_takes_decoding_to_a_kernel() -> None:
 
 def test_the_gate_sees_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = from_example(made("mistral"), {"input_ids": ids(2, 9)})
-    gate = Gate.prepare(workload)
     params = {"owners": [""]}
+    # before the gate is prepared, which holds all of the optimizer to what it was then
     monkeypatch.setattr(step_module, "_compact", lambda _given: None)
+    gate = Gate.prepare(workload)
     wrong = build(workload.model, AppliedSteps().plus(step_by_id("replace_attention"), params))
     assert failures(gate.check(wrong))
 
