@@ -173,7 +173,7 @@ def main() -> NoReturn:
     """Run the task of the command line, and end with its exit code.
 
     At once, without exit functions: those of PyTorch's compiler wait for worker processes that no child has work for
-    (7 s of a ResNet-50's; 16 cores beside an H200, 2026-11-26, torch 2.11).
+    (7 s of a ResNet-50's; 16 cores beside an H200, 2026-11-26, torch 2.11, no record).
     """
     task, target = Task(**decode.json_of(sys.argv[1])), Path(sys.argv[2])
     turns = Turns(socket.socket(fileno=int(sys.argv[3]))) if len(sys.argv) > 3 else None

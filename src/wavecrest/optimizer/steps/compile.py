@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 # shares of time that compilation removes: of elementwise work and copies by fusion, of norms and softmax, which are one
 # kernel in eager already, and of launch gaps by taking Python out. From trials on an H200 and an H100 (2026-11-20 and
-# 2026-11-26, the records of optimize and zoo in evidence): encoders in 16 bits with 25 to 31 % of such work
-# came out at 0.76 to 1.15, a Llama's prompt with 39 % and gaps of 15 % at 1.29, a MiniLM with gaps of 76 % at 2.0.
+# 2026-11-26, the records of optimize and zoo in evidence): encoders in 16 bits came out at 0.76 to 1.15 (with
+# 25 and 29 % of such work where a record says it), a Llama's prompt with 39 % and gaps of 15 % at 1.29, a MiniLM with
+# gaps of 76 % at 2.0.
 # Later presets are compared with compiled code: graphs take most of what is left of the gaps; packed weights, epilogues
 # and a search of tile sizes gain a part of the matrix work, by guess.
 FUSION_GAIN, NORM_GAIN, GAP_GAIN, GRAPH_GAIN = 0.3, 0.1, 0.7, 0.85
