@@ -13,9 +13,10 @@ from wavecrest.measure.workload import Workload
 
 
 def __getattr__(name: str) -> Callable[[str], Workload]:
-    tiny = name.endswith(TINY)
-    found = entries().get(name.removesuffix(TINY).replace("_", "-"))
-    if found is None:
+    # the whole name first: a model may be called tiny itself
+    tiny = name.replace("_", "-") not in entries()
+    found = entries().get((name.removesuffix(TINY) if tiny else name).replace("_", "-"))
+    if found is None or (tiny and not name.endswith(TINY)):
         raise AttributeError(f"no model {name!r} in the zoo")
     entry = found
 

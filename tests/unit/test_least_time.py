@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from wavecrest.measure.workload import from_example
-from wavecrest.profile.least_time import LeastTimes, Work, beaten_ceiling, cache_bytes, least_work
+from wavecrest.profile.least_time import LeastTimes, Work, beaten_ceiling, least_work
+from wavecrest.profile.roofline import cache_bytes
 from wavecrest.records import BucketProfile, Ceilings, OpTime
 
 # 1 GB/s and 1 TFLOP/s
@@ -86,8 +89,8 @@ def test_a_time_below_is_impossible_unless_the_ceiling_was_measured_too_low() ->
     assert LeastTimes({"a": Work(2_000_000)}, lambda: None, None, 0).impossible({"a": 1e-9}) == ""
 
 
-def profile(percent: float | None) -> list[BucketProfile]:
-    op = OpTime(name="addmm", category="gemm", shapes="", calls=1, ms=1, share=1, roofline_percent=percent)
+def profile(percent: float | None, bound: Any = "memory") -> list[BucketProfile]:
+    op = OpTime(name="addmm", category="gemm", shapes="", calls=1, ms=1, share=1, roofline_percent=percent, bound=bound)
     return [
         BucketProfile(
             bucket="a", wall_ms=1, kernel_ms=1, idle_ms=None, launches=1, categories=[], ops=[op], uncategorized=[]
@@ -97,6 +100,7 @@ def profile(percent: float | None) -> list[BucketProfile]:
 
 def test_an_operation_beyond_its_ceiling_is_named() -> None:
     assert beaten_ceiling(profile(2049.0)) == "addmm reaches 2,049 % of it"
+    assert beaten_ceiling(profile(300.0, "cache")) == ""
     assert beaten_ceiling(profile(109.0)) == beaten_ceiling(profile(None)) == beaten_ceiling([]) == ""
 
 

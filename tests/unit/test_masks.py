@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest import hardware
+from wavecrest.errors import StepRefused
 from wavecrest.graphs import masks
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import strict_compilation
@@ -168,3 +169,27 @@ def test_a_captured_encoder_has_a_graph_with_and_one_without_padding() -> None:
             expected = model(ids, attention_mask=mask)[0]
             torch.testing.assert_close(captured(ids, attention_mask=mask)[0], expected, rtol=1e-2, atol=1e-2)
     assert len(captured._graphs) == 2 and captured.eager_calls == 0
+
+
+class Stack(nn.Module):
+    """A part of a transformers model with a configuration of its own."""
+
+    def __init__(self, *, fixed: bool = False) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"_attn_implementation": masks.SDPA})()
+        self.fixed = fixed
+
+    def set_attn_implementation(self, name: str) -> None:
+        if not self.fixed:
+            self.config._attn_implementation = name
+
+
+def test_models_inside_are_set_too() -> None:
+    """transformers 5.17 sets the outer model of a T5 and leaves its stacks: no step could be tried on one."""
+    model = Stack()
+    model.encoder, model.decoder = Stack(), Stack()
+    masks.set_implementation(model, "other")
+    assert {part.config._attn_implementation for part in (model, model.encoder, model.decoder)} == {"other"}
+    model.encoder.fixed = True
+    with pytest.raises(StepRefused, match="attention implementation of Stack cannot be set"):
+        masks.set_implementation(model, masks.NAME)

@@ -152,14 +152,16 @@ def test_unknown_work_is_none_not_a_guess(op: str, arguments: list[Argument]) ->
     assert work(op, arguments) is None
 
 
-CEILINGS = Ceilings(source="test", bandwidth=1000.0, peak={"bfloat16": 100.0})
+CEILINGS = Ceilings(source="test", bandwidth=1000.0, peak={"bfloat16": 100.0}, cache=20_000_000)
 PLACED = [
     # 1e9 FLOP at 100 TFLOP/s: 0.01 ms
     ("compute-bound", Work(1e9, 1e6, "bfloat16", True), 0.02, (50.0, "compute")),
     # 1e8 bytes at 1000 GB/s: 0.1 ms
     ("memory-bound-product", Work(1e9, 1e8, "bfloat16", True), 0.2, (50.0, "memory")),
     ("pointwise-ignores-the-matrix-peak", Work(1e12, 1e8, "bfloat16", False), 0.2, (50.0, "memory")),
-    ("from-cache", Work(0.0, 1e8, "bfloat16", False), 0.05, (200.0, "memory")),
+    # a cache of 20 MB may save 40 of 100 MB
+    ("from-cache", Work(0.0, 1e8, "bfloat16", False), 0.08, (125.0, "cache")),
+    ("from-nowhere", Work(0.0, 1e8, "bfloat16", False), 0.05, (200.0, "memory")),
     ("peak-unknown", Work(1e9, 1e6, "float32", True), 0.02, None),
     ("no-time", Work(1e9, 1e6, "bfloat16", True), 0.0, None),
 ]

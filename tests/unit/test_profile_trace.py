@@ -197,6 +197,21 @@ def test_h200_counts_the_work_of_a_split_product_once() -> None:
     assert copy.ms == pytest.approx(0.003) and copy.flops is None
 
 
+def test_an_attention_of_products_has_no_work_of_its_own() -> None:
+    """A fill inside has SDPA as the nearest op with work: its time beside all of the work was 181 times the roofline."""
+    b = Builder()
+    b.mark(0, 100)
+    shape = [16, 32, 64, 128]
+    b.op("aten::scaled_dot_product_attention", 0, 90, [shape, shape, shape], BF16)
+    fill = b.op("aten::fill_", 5, 5, [[1]], BF16)
+    product = b.op("aten::bmm", 20, 20, [[512, 64, 128], [512, 128, 64]], BF16)
+    for index, (op, at) in enumerate([(fill, 6), (product, 21)], start=70):
+        b.launch("cudaLaunchKernel", at, index)
+        b.kernel("fill_kernel" if op is fill else "nvjet_x", at + 4, 2, by=op, correlation=index)
+    rows = trace.summarize(b.events).ops
+    assert {row.category for row in rows} == {"attention"} and all(row.flops is None for row in rows)
+
+
 def test_h200_graph_replay_is_one_launch_of_many_kernels() -> None:
     summary = trace.summarize(h200())
     # three products' launches, one softmax, one graph; a synchronize launches nothing

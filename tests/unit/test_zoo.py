@@ -91,6 +91,10 @@ def test_a_model_is_a_workload_of_the_commands(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(ROOT)
     entry = entries()["mlp"]
     assert workload.load("benchmarks.zoo.workloads:mlp", device="cpu").spec == entry.spec()
+    # `swin-tiny` is a whole name, and has a tiny variant
+    for one in entries().values():
+        for tiny in (False, True):
+            assert callable(workload.load_function(one.spec(tiny=tiny)))
     tiny = workload.load(entry.spec(tiny=True), device="cpu")
     assert tiny.name == "mlp" and answer(tiny)[0].shape == entry.tiny[:2]
     with pytest.raises(WorkloadError, match="no function 'melp'"):

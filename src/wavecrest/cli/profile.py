@@ -166,7 +166,7 @@ def _print_ops(ops: list[OpTime]) -> None:
 def _roofline(op: OpTime) -> str:
     if op.roofline_percent is None:
         return "–"
-    limit = "cmp" if op.bound == "compute" else "mem"
+    limit = {"compute": "cmp", "cache": "cache"}.get(op.bound or "", "mem")
     return f"{op.roofline_percent:.0f}% {limit}{'' if op.below_ceiling else ' !'}"
 
 

@@ -106,10 +106,24 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
         # a step that was kept since has set an implementation of its own, which uses such masks as well
         if _implementations(module) != {SDPA}:
             continue
-        module.set_attn_implementation(NAME)
-        # transformers warns and leaves what it cannot set
-        if _implementations(module) != {NAME}:
-            raise StepRefused(f"the attention implementation of {type(module).__name__} cannot be set")
+        set_implementation(module, NAME)
+
+
+def set_implementation(module: nn.Module, name: str) -> None:
+    """Set the attention implementation of a transformers model and of all models inside it, in place.
+
+    Raises:
+        StepRefused: that of one of them cannot be set.
+    """
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "set_attn_implementation")]
+    for part in parts:
+        # the outer model sets those inside, but transformers 5.17 leaves the stacks of a T5 as they were
+        if part.config._attn_implementation != name:
+            part.set_attn_implementation(name)
+    # it warns, and leaves what it cannot set
+    left = {type(part).__name__ for part in parts if part.config._attn_implementation != name}
+    if left:
+        raise StepRefused(f"the attention implementation of {', '.join(sorted(left))} cannot be set")
 
 
 class Padding(NamedTuple):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import InvalidArgument
 from wavecrest.graphs.breaks import find_breaks
 from wavecrest.profile import measure_ceilings, profile_workload
-from wavecrest.profile.least_time import LeastTimes, cache_bytes, least_work
+from wavecrest.profile.least_time import LeastTimes, least_work
+from wavecrest.profile.roofline import cache_bytes
 from wavecrest.records import BucketProfile, Ceilings, GraphBreak
 
 if TYPE_CHECKING:

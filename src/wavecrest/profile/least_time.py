@@ -7,7 +7,6 @@ algorithms with fewer FLOPs, and causal attention needs half of its products, so
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 # a ceiling may be beaten by this share: it was measured once, in some milliseconds
 SLACK = 0.10
-# weights that may stay in the last-level cache from call to call, where its size is not known (MI300X: 256 MiB)
-UNKNOWN_CACHE = 256 << 20
 
 _GEMMS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _READS_WEIGHTS = (*_GEMMS, torch.ops.aten.convolution)
@@ -95,17 +92,6 @@ def least_work(workload: Workload, bucket: str) -> Work:
     return counter.work
 
 
-def cache_bytes(device: str) -> int:
-    """The size of the last-level cache; the largest there is where it is not known."""
-    if device != "cpu":
-        found = torch.cuda.get_device_properties(device)
-        return UNKNOWN_CACHE if torch.version.hip else int(getattr(found, "L2_cache_size", UNKNOWN_CACHE))
-    try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or UNKNOWN_CACHE
-    except (ValueError, OSError):
-        return UNKNOWN_CACHE
-
-
 @dataclass(slots=True)
 class LeastTimes:
     """The least time of each bucket in ms.
@@ -158,8 +144,12 @@ def _higher(a: Ceilings, b: Ceilings) -> Ceilings:
 
 
 def beaten_ceiling(profile: list[BucketProfile]) -> str:
-    """The operation that lies furthest beyond its ceiling, in words; or an empty string."""
-    found = [(op.roofline_percent, op.name) for bucket in profile for op in bucket.ops if op.roofline_percent]
+    """The operation that lies furthest beyond its ceiling, in words; or an empty string.
+
+    One that a cache may have served says nothing of the ceiling.
+    """
+    rows = [op for bucket in profile for op in bucket.ops if op.bound != "cache"]
+    found = [(op.roofline_percent, op.name) for op in rows if op.roofline_percent]
     percent, name = max(found, default=(0.0, ""))
     return f"{name} reaches {percent:,.0f} % of it" if percent > 100 * (1 + SLACK) else ""
 

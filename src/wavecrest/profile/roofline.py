@@ -8,6 +8,7 @@ from a measurement on the device if one was made, else from the vendor's datashe
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ ELEMENTS: dict[str, tuple[int, str]] = {
     "bool": (1, "bool"),
 }
 
+# bytes of the last-level cache where its size is not known (MI300X: 256 MiB)
+UNKNOWN_CACHE = 256 << 20
 # time to spend on ceilings, roughly, s: a CPU's clock settles slowly
 GPU_SECONDS, CPU_SECONDS = 0.5, 2.0
 
@@ -279,10 +282,11 @@ def work(op: str, arguments: Sequence[Argument]) -> Work | None:
     return found if found is not None and found.bytes > 0 else None
 
 
-def placed(found: Work, ms: float, ceilings: Ceilings) -> tuple[float, Literal["compute", "memory"]] | None:
+def placed(found: Work, ms: float, ceilings: Ceilings) -> tuple[float, Literal["compute", "memory", "cache"]] | None:
     """Percent of the roofline that one call of `ms` milliseconds reached, and which side bounds it.
 
-    Returns None if the ceiling for the dtype is unknown. Above 100 % a memory-bound op was served from a cache.
+    "cache" bounds a call that memory would, but that took less than its bytes take: the last-level cache may have held
+    what it read, and may hold what it wrote. Returns None if the ceiling for the dtype is unknown.
     """
     if ms <= 0 or ceilings.bandwidth <= 0:
         return None
@@ -293,8 +297,24 @@ def placed(found: Work, ms: float, ceilings: Ceilings) -> tuple[float, Literal["
         if peak is None:
             return None
         compute_ms = found.flops / (peak * 1e12) * 1e3
-    bound: Literal["compute", "memory"] = "compute" if compute_ms > memory_ms else "memory"
-    return 100.0 * max(compute_ms, memory_ms) / ms, bound
+    percent = 100.0 * max(compute_ms, memory_ms) / ms
+    if compute_ms > memory_ms:
+        return percent, "compute"
+    least_ms = (found.bytes - 2 * ceilings.cache) / (ceilings.bandwidth * 1e9) * 1e3
+    return percent, "cache" if least_ms < ms < memory_ms else "memory"
+
+
+def cache_bytes(device: str) -> int:
+    """The size of the last-level cache; the largest there is where it is not known."""
+    import torch
+
+    if device != "cpu":
+        found = torch.cuda.get_device_properties(device)
+        return UNKNOWN_CACHE if torch.version.hip else int(getattr(found, "L2_cache_size", UNKNOWN_CACHE))
+    try:
+        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or UNKNOWN_CACHE
+    except (ValueError, OSError):
+        return UNKNOWN_CACHE
 
 
 def datasheet(device: hardware.Device) -> Ceilings | None:
@@ -306,7 +326,7 @@ def datasheet(device: hardware.Device) -> Ceilings | None:
     if arch.fp8 is not None:
         dtypes.append(f"float8_{arch.fp8}")
     peak = {dtype: arch.peak(dtype) for dtype in dtypes}
-    return Ceilings(source=f"{arch.source}, {arch.part}", bandwidth=arch.bandwidth, peak=peak)
+    return Ceilings(source=f"{arch.source}, {arch.part}", bandwidth=arch.bandwidth, peak=peak, cache=UNKNOWN_CACHE)
 
 
 def _best_seconds(call: Callable[[], Any], finish: Callable[[], None], budget: float) -> float:
@@ -350,7 +370,7 @@ def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | No
     with torch.no_grad():
         bandwidth = _best_copy(device, on_gpu, finish, share)
         peak = {name: _best_product(device, getattr(torch, name), on_gpu, finish, share) for name in dtypes}
-    return Ceilings(source="measured on this device", bandwidth=bandwidth, peak=peak)
+    return Ceilings(source="measured on this device", bandwidth=bandwidth, peak=peak, cache=cache_bytes(device))
 
 
 def _best_copy(device: str, on_gpu: bool, finish: Callable[[], None], seconds: float) -> float:

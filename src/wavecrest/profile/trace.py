@@ -305,8 +305,9 @@ def _on_device(
             shapes,
             event["dur"],
             id(owner) if owner is not None else id(event),
-            # the bias copy beside a GEMM must not count the GEMM's work again
-            work=owner.work if owner is not None and named else None,
+            # the bias copy beside a GEMM must not count the GEMM's work again, nor a fill the work of an attention whose
+            # products are ops of their own
+            work=_own_work(owner) if owner is not None and named else None,
             kernel=short_name(kernel) if owner is not None else "",
         )
     busy = union((event["ts"], event["ts"] + event["dur"]) for event in device)

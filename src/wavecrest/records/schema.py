@@ -70,22 +70,27 @@ class OpTime(Model):
     bytes: float | None = None
     # percent of the roofline at this arithmetic intensity; None where cost or peak is unknown
     roofline_percent: float | None = None
-    bound: Literal["compute", "memory"] | None = None
+    # what bounds it; "cache" where it took less time than its bytes take from memory, and a cache may have held them
+    bound: Literal["compute", "memory", "cache"] | None = None
     # the device kernels that ran it, longest first; empty on the CPU
     kernels: list[str] = Field(default_factory=list)
 
     @property
     def below_ceiling(self) -> bool:
         """False where an op is faster than its ceiling by more than a cache explains: the ceiling is not valid."""
-        return self.roofline_percent is None or self.roofline_percent <= MOST_PERCENT
+        return self.roofline_percent is None or self.bound == "cache" or self.roofline_percent <= MOST_PERCENT
 
 
 class Ceilings(Model):
-    """Upper limits of an op: `bandwidth` in GB/s, `peak` in TFLOP/s by torch dtype name, and the `source` of both."""
+    """Upper limits of an op: `bandwidth` in GB/s, `peak` in TFLOP/s by torch dtype name, and the `source` of both.
+
+    `cache` is the size of the last-level cache in bytes; 0 in records from before it was kept.
+    """
 
     source: str
     bandwidth: float
     peak: dict[str, float]
+    cache: int = 0
 
 
 class GraphBreak(Model):

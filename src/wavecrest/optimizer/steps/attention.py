@@ -66,7 +66,7 @@ class UseSDPA(Step):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Set the implementation on a private copy of the configuration."""
         for name in params["owners"]:
-            model.get_submodule(name).set_attn_implementation(params["implementation"])  # type: ignore[operator]
+            masks.set_implementation(model.get_submodule(name), params["implementation"])
         return model
 
 
@@ -92,10 +92,7 @@ class PackGQA(Step):
         configs = [_config(context.model, name) for name in owners]
         if any(config._attn_implementation != "sdpa" for config in configs):
             return Found((), note="the model's attention is not SDPA")
-        groups = {
-            config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-            for config in configs
-        }
+        groups = {_group(config) for config in configs}
         if groups == {1}:
             return Found((), note="every query head has a K/V head of its own")
         calls = watch_sdpa(context.model, list(context.workload.buckets.values()))
@@ -113,8 +110,14 @@ class PackGQA(Step):
         """Register the implementation and select it."""
         register_pack_gqa()
         for name in params["owners"]:
-            model.get_submodule(name).set_attn_implementation(params["implementation"])  # type: ignore[operator]
+            masks.set_implementation(model.get_submodule(name), params["implementation"])
         return model
+
+
+def _group(config: Any) -> int:
+    """Query heads that share a K/V head; 1 where the configuration names no such heads (CLIP has one per tower)."""
+    shared = getattr(config, "num_key_value_heads", None)
+    return config.num_attention_heads // shared if shared else 1
 
 
 def _config(model: nn.Module, path: str) -> Any:

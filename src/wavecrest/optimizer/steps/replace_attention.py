@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import StepRefused, WavecrestError
+from wavecrest.graphs import masks
 from wavecrest.optimizer.steps.attention import _attention_owners
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
 from wavecrest.optimizer.steps.params import RoutedOwners, RoutedSites
@@ -228,11 +229,7 @@ def set_attention(model: nn.Module, owners: Sequence[str], name: str) -> nn.Modu
         if not getattr(type(part), "_can_set_attn_implementation", lambda: True)():
             raise StepRefused(f"{type(part).__name__} does not call attention through transformers' interface")
     for module in modules:
-        module.set_attn_implementation(name)
-    # it warns, and leaves what it cannot set
-    left = {type(part).__name__ for part in parts if part.config._attn_implementation != name}
-    if left:
-        raise StepRefused(f"the attention implementation of {', '.join(sorted(left))} cannot be set")
+        masks.set_implementation(module, name)
     return model
 
 
