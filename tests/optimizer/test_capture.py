@@ -16,6 +16,7 @@ from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.capture import CapturedModule, CaptureWarning
 from wavecrest.measure import cuda_graph
+from wavecrest.measure import cuda_graph
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.steps import StepContext, step_by_id
 
@@ -79,6 +80,25 @@ def test_capture_does_not_advance_the_state() -> None:
             x = torch.randn(1, 16, device="cuda")
             torch.testing.assert_close(captured(x, ours), Decode()(x, theirs))
     assert int(ours.position) == int(theirs.position) == 5
+
+
+@pytest.mark.gpu
+def test_an_error_inside_a_capture_is_the_reason() -> None:
+    """It was hidden by one of putting the allocator right: torch had ended the capture by itself."""
+
+    def work() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("No available kernel")
+        return x + 1
+
+    x = torch.zeros(4, device="cuda")
+    cuda_graph.warm_up(work)
+    with pytest.raises(StepRefused, match="it cannot be captured: No available kernel"):
+        cuda_graph.record(work, torch.cuda.graph_pool_handle(), "it")
+    torch.randn(4, device="cuda")
+    graph, out = cuda_graph.record(lambda: x + 2, torch.cuda.graph_pool_handle(), "it")
+    graph.replay()
+    assert out.tolist() == [2.0] * 4
 
 
 @pytest.mark.gpu

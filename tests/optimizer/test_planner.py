@@ -400,6 +400,19 @@ def test_a_compilation_that_gives_up_an_eager_gain_is_predicted_without_it(run: 
     assert row.prediction.startswith("planted; gain, ") and row.prediction.endswith("×, is given up for it")
 
 
+@pytest.mark.parametrize(("promised", "looks"), [(1.3, 1), (1.05, 1), (1.04, None), (None, None)])
+def test_a_promising_step_is_tried_in_the_time_of_later_looks(
+    promised: float | None, looks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open result beside a step that may gain much more: encoders were never compiled with 90 s."""
+    seen: list[int | None] = []
+    monkeypatch.setattr(planner.Planner, "_looks_to_take", lambda self: None)
+    monkeypatch.setattr(planner.Planner, "_one_only", False)
+    monkeypatch.setattr(planner.Planner, "_proof", lambda self, step, count: seen.append(count) or 1.0)
+    planner.Planner(SimpleNamespace(), [])._reserve(None, Prediction(promised, "planted"))  # type: ignore[arg-type]
+    assert seen == [looks]
+
+
 @pytest.mark.parametrize(
     ("kind", "idle", "gain", "looks"),
     [

@@ -198,7 +198,7 @@ def test_h200_counts_the_work_of_a_split_product_once() -> None:
 
 
 def test_an_attention_of_products_has_no_work_of_its_own() -> None:
-    """A fill inside has SDPA as the nearest op with work: its time beside all of the work was 181 times the roofline."""
+    """A fill inside has SDPA as the nearest op with work: its time beside all of the work was 181 x the roofline."""
     b = Builder()
     b.mark(0, 100)
     shape = [16, 32, 64, 128]

@@ -6,6 +6,7 @@ the capture.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,9 @@ def _recover(pool: Any) -> None:
     torch.cuda.synchronize()
     end_pool = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end_pool is not None:
-        end_pool(torch.cuda.current_device(), pool)
+        # torch ended it itself where the work raised and the capture was still valid
+        with contextlib.suppress(RuntimeError):
+            end_pool(torch.cuda.current_device(), pool)
     scratch = torch.zeros(1, device="cuda")
     empty = torch.cuda.CUDAGraph()
     with torch.cuda.graph(empty):

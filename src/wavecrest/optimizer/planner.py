@@ -36,6 +36,10 @@ SURE_RATIO, SURE_RATIO_GPU = 1.2, 1.05
 # an original that waits for the host differs more: its processes took 26 to 45 ms (an 8 B decode) and 6.2 to 9.3 ms (a
 # RoBERTa; 16 cores beside an H200, 2026-11-26), by 0.2 of their logarithm. So much do 1, 2 and 3 looks resolve then
 SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
+# a step that promises this much is tried in the time of later looks: the gain of one that is tried is certain where
+# that of a look is a narrower interval. With 90 s a T5 encoder (0.51x its best peer), a GPT-2 (0.69x) and a BERT ended
+# with a graph of the eager model and 50 s for three looks, and never tried torch.compile (H200, 2026-11-27)
+PROMISING = 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
 # no trial takes less, in seconds: a gain for nothing would make everything else look dear
@@ -245,7 +249,7 @@ class Planner:
 
     def _can_trace(self, step: Step) -> bool:
         """Whether the budget holds tracing the model, the trial and its proof."""
-        needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step)
+        needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step, self._hope(step))
         return needed <= self.run.seconds_left
 
     @property
@@ -360,13 +364,19 @@ class Planner:
         else:
             kind = self._kind(step)
             seconds = run.costs.expect(kind)
-        seconds, reserve = max(seconds, LEAST_SECONDS), self._reserve(step)
+        seconds, prediction = max(seconds, LEAST_SECONDS), self._hope(step) if look is None else look.prediction
+        reserve = self._reserve(step, prediction)
         if look is None:
-            hope = self._less_what_goes(step, step.hope(run.context)) if self._traces(step) else Prediction(None, "")
-            return Candidate(step, attempt, None, None, hope, kind, seconds, reserve, unseen=self._tracing)
+            return Candidate(step, attempt, None, None, prediction, kind, seconds, reserve, unseen=self._tracing)
         return self._with_cause(
             Candidate(step, attempt, look.found, look.error, look.prediction, kind, seconds, reserve)
         )
+
+    def _hope(self, step: Step) -> Prediction:
+        """What is predicted of a step that has not looked."""
+        if not self._traces(step):
+            return Prediction(None, "")
+        return self._less_what_goes(step, step.hope(self.run.context))
 
     def _kind(self, step: Step) -> Kind:
         run = self.run
@@ -378,11 +388,13 @@ class Planner:
         compiled = self._compiled or (step is not None and step.phase == "compile")
         return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks)
 
-    def _reserve(self, step: Step | None) -> float:
+    def _reserve(self, step: Step | None, prediction: Prediction | None = None) -> float:
         if self._one_only:
             # it was said that the budget will not do: the best single step, rather than none
             return 0.0
-        return self._proof(step, self._looks_to_take())
+        promised = prediction.ratio if prediction is not None else None
+        is_promising = promised is not None and promised >= PROMISING
+        return self._proof(step, 1 if is_promising else self._looks_to_take())
 
     def _looks_to_take(self) -> int | None:
         """The looks at the result that its gain so far is expected to need; None: all of them."""

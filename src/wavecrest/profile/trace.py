@@ -305,7 +305,7 @@ def _on_device(
             shapes,
             event["dur"],
             id(owner) if owner is not None else id(event),
-            # the bias copy beside a GEMM must not count the GEMM's work again, nor a fill the work of an attention whose
+            # the bias copy beside a GEMM must not count the GEMM's work again, nor a fill that of an attention whose
             # products are ops of their own
             work=_own_work(owner) if owner is not None and named else None,
             kernel=short_name(kernel) if owner is not None else "",
