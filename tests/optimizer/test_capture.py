@@ -16,7 +16,6 @@ from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.capture import CapturedModule, CaptureWarning
 from wavecrest.measure import cuda_graph
-from wavecrest.measure import cuda_graph
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.steps import StepContext, step_by_id
 

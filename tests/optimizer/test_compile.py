@@ -15,7 +15,8 @@ from wavecrest.errors import CompileWarning, StepRefused
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module, strict_compilation
 from wavecrest.measure.workload import Buckets, from_example
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id
+from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, step_by_id
+from wavecrest.records import BucketProfile, OpTime
 
 TRACED = Preset("traced", "traced only", "")
 
@@ -160,3 +161,27 @@ def test_compiled_model_inside_an_outer_compile() -> None:
     example = torch.randn(2, 16)
     outer = torch.compile(lambda x: module(x) + 1, fullgraph=True)
     torch.testing.assert_close(outer(example), module(example) + 1)
+
+
+def profiled(backend: str) -> BucketProfile:
+    """Ten milliseconds, half of them in calls of SDPA that one of its backends runs."""
+    name = {"math": "gemmk1_kernel", "flash": "pytorch_flash::flash_fwd_kernel"}[backend]
+    inner = {"math": "aten::_scaled_dot_product_attention_math", "flash": "aten::_scaled_dot_product_flash_attention"}
+    rows = [("attention", inner[backend], [name]), ("gemm", "aten::addmm", [])]
+    return BucketProfile(
+        bucket="b", wall_ms=10.0, kernel_ms=10.0, idle_ms=None, launches=9, uncategorized=[], categories=[],
+        ops=[
+            OpTime(name=op, category=kind, shapes="", calls=12, ms=5.0, share=0.5, kernels=kernels)
+            for kind, op, kernels in rows
+        ],
+    )  # fmt: skip
+
+
+def test_the_math_path_promises_a_gain() -> None:
+    """Compilation and our attention: without it an encoder with a dense bias was captured and nothing else (T5)."""
+    context = StepContext(from_example(nn.Linear(4, 4), torch.randn(2, 4)), hardware.cpu())
+    for backend, least in (("math", 1.3), ("flash", 1.0)):
+        context.profile = [profiled(backend)]
+        for name in ("compile:default", "replace_attention", "replace_sdpa"):
+            ratio = step_by_id(name).predict(Found(("model",), {}), context).ratio
+            assert ratio is not None and least <= ratio <= least + 0.4, (backend, name)

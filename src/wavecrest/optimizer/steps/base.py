@@ -17,6 +17,7 @@ import pydantic
 
 from wavecrest.errors import PlanError, StepRefused
 from wavecrest.optimizer.steps.params import Params
+from wavecrest.profile.causes import sdpa_backends
 from wavecrest.records import files
 
 if TYPE_CHECKING:
@@ -111,6 +112,18 @@ class StepContext:
             for bucket in self.profile
         ]
         return sum(shares) / len(shares)
+
+    def math_share(self) -> float:
+        """Mean share of a call's time, over buckets, of attention that SDPA runs on its math path (0 to 1).
+
+        From the ops: the kernels of a replayed graph do not say which of them are attention's.
+        """
+        shares = [
+            _busy(bucket) * sum(op.share for op in bucket.ops if op.category == "attention")
+            for bucket in self.profile
+            if sdpa_backends(bucket)["math"]
+        ]
+        return sum(shares) / len(self.profile) if shares else 0.0
 
     def idle_share(self) -> float:
         """`idle_share` of the model with the steps kept so far."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NAME = "wavecrest"
 # backends that a model with SDPA runs on already
 NATIVE = ("torch", "reference")
+# share of SDPA's math path that one kernel saves: the scores are neither written nor read
+MATH_GAIN = 0.8
 
 
 class ReplaceAttention(Step):
@@ -63,10 +65,12 @@ class ReplaceAttention(Step):
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Copies of grouped heads and work on hidden keys go; how much of each there is depends on the lengths."""
-        share = context.share("memory") + 0.5 * context.share("attention")
-        return Prediction.of_saved(
-            0.6 * share, f"copies and half of attention are {share:.0%} of the time; {found.note}"
-        )
+        share, math = context.share("memory") + 0.5 * context.share("attention"), context.math_share()
+        if math:
+            basis = f"SDPA's math path is {math:.0%} of the time; {found.note}"
+            return Prediction.of_saved(MATH_GAIN * math, basis)
+        basis = f"copies and half of attention are {share:.0%} of the time; {found.note}"
+        return Prediction.of_saved(0.6 * share, basis)
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Set the implementation on a private copy of the configuration."""
@@ -114,6 +118,9 @@ class ReplaceSDPA(Step):
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """As for transformers models."""
+        math = context.math_share()
+        if math:
+            return Prediction.of_saved(MATH_GAIN * math, f"SDPA's math path is {math:.0%} of the time; {found.note}")
         share = context.share("attention")
         return Prediction.of_saved(0.2 * share, f"attention is {share:.0%} of the time; {found.note}")
 
