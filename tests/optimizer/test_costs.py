@@ -93,6 +93,9 @@ def test_time_is_left_for_the_end() -> None:
     assert costs.final(900.0, compiled=False) == 36.0
     later = costs.expect("later") - costs.expect("plain")
     assert costs.final(900.0, compiled=True) == 36.0 + 3 * later
+    # without the check at other shapes, and nothing of that where nothing is compiled
+    assert costs.recompiling == 2 * later and costs.final(900.0, compiled=True, recompiled=False) == 36.0 + later
+    assert costs.final(900.0, compiled=False, recompiled=False) == 36.0
     costs.loads = 4
     cached = CAPTURED_SHARE * costs.compilation
     assert costs.final(900.0, compiled=True) == pytest.approx(36.0 + 3 * later + 4 * cached)

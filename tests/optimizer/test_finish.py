@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from wavecrest.measure import workload
 from wavecrest.optimizer import finish
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.children import SideReport, Task
+from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.side import measure_side
+from wavecrest.optimizer.steps import AppliedSteps, step_by_id
 
 SLOW = "tests.optimizer.planted:slow"
 FIRST = min(LOOKS)
@@ -39,6 +42,22 @@ class Children:
         factor = self.luck[(len(self.asked) - 1) % len(self.luck)]
         times = {bucket: [ms * factor for ms in samples] for bucket, samples in found.times.items()}
         return found.model_copy(update={"times": times})
+
+
+@pytest.mark.parametrize(("left", "compiled", "may"), [(60.0, True, True), (45.0, True, False), (45.0, False, True)])
+def test_compiled_code_is_checked_at_other_shapes_where_there_is_time(left: float, compiled: bool, may: bool) -> None:
+    """A CLIP ended after 122 s of 90 and a Swin after 164: it took 41 and 58 s (H200, 2026-11-27)."""
+    costs = Costs(sampling=4.0, least_final=20.0)
+    costs.add("first", 25.0, compiling=20.0)
+    costs.add("later", 12.0, compiling=12.0)
+    step = step_by_id("compile:default" if compiled else "replace_norm")
+    run: Any = SimpleNamespace(
+        ledger=SimpleNamespace(applied=AppliedSteps().plus(step, {"preset": "default"} if compiled else {"sites": []})),
+        options=SimpleNamespace(budget=90.0),
+        costs=costs,
+        seconds_left=left,
+    )
+    assert finish._may_recompile(run) is may
 
 
 @pytest.fixture

@@ -130,14 +130,23 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return made
 
 
-def _compiled(final: bool, model: nn.Module | None = None, rules: frozenset[str] = ALL_RULES) -> list[BucketError]:
+def _compiled(
+    final: bool, model: nn.Module | None = None, rules: frozenset[str] = ALL_RULES, recompiled: bool = True
+) -> list[BucketError]:
     torch.manual_seed(1)
     examples = {f"b{rows}": Inputs((torch.randn(rows, 8),)) for rows in (4, 12)}
     workload = Workload(Net().eval(), examples)
     gate = Gate.prepare(workload, rules=rules)
     applied = AppliedSteps().plus(step_by_id("compile:default"), {"preset": "default"})
     candidate = build(workload.model, applied) if model is None else model
-    return check_applied(gate, candidate, applied, final=final)
+    found = check_applied(gate, candidate, applied, final=final, recompiled=recompiled)
+    assert ("no time left" in gate.summary.not_run.get("shapes", "")) == (final and not recompiled)
+    return found
+
+
+def test_a_result_without_time_is_compiled_for_its_own_shapes(compilations: Counter[int]) -> None:
+    assert not failures(_compiled(final=True, recompiled=False))
+    assert compilations == {4: 1, 12: 1}
 
 
 def test_a_trial_compiles_each_bucket_once(compilations: Counter[int]) -> None:

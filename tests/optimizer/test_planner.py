@@ -408,7 +408,7 @@ def test_a_promising_step_is_tried_in_the_time_of_later_looks(
     seen: list[int | None] = []
     monkeypatch.setattr(planner.Planner, "_looks_to_take", lambda self: None)
     monkeypatch.setattr(planner.Planner, "_one_only", False)
-    monkeypatch.setattr(planner.Planner, "_proof", lambda self, step, count: seen.append(count) or 1.0)
+    monkeypatch.setattr(planner.Planner, "_proof", lambda self, step, count, **_: seen.append(count) or 1.0)
     planner.Planner(SimpleNamespace(), [])._reserve(None, Prediction(promised, "planted"))  # type: ignore[arg-type]
     assert seen == [looks]
 

@@ -193,3 +193,25 @@ def test_models_inside_are_set_too() -> None:
     model.encoder.fixed = True
     with pytest.raises(StepRefused, match="attention implementation of Stack cannot be set"):
         masks.set_implementation(model, masks.NAME)
+
+
+def test_a_position_bias_is_laid_out_as_fused_kernels_take_it() -> None:
+    """T5's is permuted, so that its keys are H apart: SDPA then takes the math path."""
+    seen: list[Tensor] = []
+    layer = nn.Module()
+    layer.is_causal = False  # type: ignore[assignment]
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    bias = torch.randn(6, 6, 4).permute(2, 0, 1)[None]
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                seen.append(kwargs["attn_mask"])
+            return func(*args, **(kwargs or {}))
+
+    assert bias.stride(-1) == 4
+    with Watch():
+        got, _ = masks.attend(layer, q, k, v, None, position_bias=bias)
+    want = torch.softmax(q @ k.mT / 8**0.5 + bias, -1) @ v
+    assert seen[0].stride(-1) == 1 and torch.equal(seen[0], bias)
+    torch.testing.assert_close(got.transpose(1, 2), want)

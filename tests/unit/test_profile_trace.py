@@ -13,7 +13,8 @@ import pytest
 
 from wavecrest.errors import RecordError
 from wavecrest.profile import trace
-from wavecrest.records import Ceilings, OpTime
+from wavecrest.profile.causes import sdpa_backends
+from wavecrest.records import BucketProfile, Ceilings, OpTime
 
 MI300X = Ceilings(source="datasheet", bandwidth=5300.0, peak={"bfloat16": 1307.4})
 BF16 = "c10::BFloat16"
@@ -205,11 +206,17 @@ def test_an_attention_of_products_has_no_work_of_its_own() -> None:
     b.op("aten::scaled_dot_product_attention", 0, 90, [shape, shape, shape], BF16)
     fill = b.op("aten::fill_", 5, 5, [[1]], BF16)
     product = b.op("aten::bmm", 20, 20, [[512, 64, 128], [512, 128, 64]], BF16)
-    for index, (op, at) in enumerate([(fill, 6), (product, 21)], start=70):
+    softmax = b.op("aten::_softmax", 45, 5, [[16, 32, 64, 64], None, None], BF16)
+    for index, (op, at) in enumerate([(fill, 6), (product, 21), (softmax, 46)], start=70):
         b.launch("cudaLaunchKernel", at, index)
         b.kernel("fill_kernel" if op is fill else "nvjet_x", at + 4, 2, by=op, correlation=index)
     rows = trace.summarize(b.events).ops
-    assert {row.category for row in rows} == {"attention"} and all(row.flops is None for row in rows)
+    assert {row.category for row in rows} == {"attention"}
+    assert not any(row.flops for row in rows if row.name == "aten::scaled_dot_product_attention")
+    profile = BucketProfile(
+        bucket="b", wall_ms=1, kernel_ms=1, idle_ms=None, launches=3, categories=[], ops=rows, uncategorized=[]
+    )
+    assert sdpa_backends(profile) == {"math": 1}
 
 
 def test_h200_graph_replay_is_one_launch_of_many_kernels() -> None:

@@ -27,12 +27,25 @@ ARGUMENT = "attention_mask"
 
 
 def register() -> None:
-    """Make "wavecrest_sdpa", SDPA with `mask`, known to transformers."""
+    """Make "wavecrest_sdpa", `attend` with `mask`, known to transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """transformers' SDPA attention; a `position_bias` [1, H, Sq, Sk] is laid out as fused kernels take it.
+
+    T5 looks its bias up as [Sq, Sk, H] and permutes it: the stride of the keys is H, every fused kernel refuses that,
+    and SDPA takes the math path (a T5 encoder, torch 2.11, H200, 2026-11-27).
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(NAME, sdpa_attention_forward)
-    AttentionMaskInterface.register(NAME, mask)
+    bias = kwargs.get("position_bias")
+    if bias is not None and bias.stride(-1) != 1:
+        kwargs["position_bias"] = bias.contiguous()
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 def mask(**given: Any) -> Tensor | None:

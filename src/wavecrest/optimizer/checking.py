@@ -50,7 +50,9 @@ def gate_for(gate: Gate, applied: AppliedSteps) -> Gate:
     return gate.behind[key]
 
 
-def check_applied(gate: Gate, model: nn.Module, applied: AppliedSteps, *, final: bool) -> list[BucketError]:
+def check_applied(
+    gate: Gate, model: nn.Module, applied: AppliedSteps, *, final: bool, recompiled: bool = True
+) -> list[BucketError]:
     """Hold a model to the gate, with the limits of a lower precision only where that precision is applied.
 
     Args:
@@ -59,6 +61,8 @@ def check_applied(gate: Gate, model: nn.Module, applied: AppliedSteps, *, final:
         applied: its steps.
         final: it is a result: all calls are made, however long they take, and a compiled model is called with another
             shape of each bucket and by keyword too, which compiles it again.
+        recompiled: False: no time is left to compile a result again. It is held to the shapes and the way of calling of
+            the examples; its steps without compilation are held to the others.
 
     Raises:
         RuleBroken: a rule that has no error to show; a StepRefused.
@@ -70,8 +74,10 @@ def check_applied(gate: Gate, model: nn.Module, applied: AppliedSteps, *, final:
     if compiled:
         skip["gradients"] = "compiled models are served without gradients, and with them they are compiled again"
         skip["concurrent"] = "compiled and captured models serve one thread at a time"
-        if not final:
-            trial = "of compiled models tried on the result alone, as it compiles them again"
+        trial = "of compiled models tried on the result alone, as it compiles them again"
+        if final and not recompiled:
+            trial = "no time left to compile the result again: its steps passed without compilation; `verify` tries it"
+        if not (final and recompiled):
             skip |= {"keyword": trial, "shapes": trial}
     graphs = bool(applied.only("capture").steps) or any("compile:" in item.step_id for item in applied.steps)
     return gate.check(model, thorough=final, skip=skip, graphs=graphs, recompiles=compiled)

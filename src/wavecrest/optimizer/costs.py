@@ -29,8 +29,9 @@ SEARCH_FACTOR = 6.0
 GATE_SECONDS = 2.0
 # the end of the run may take this part of a small budget to look again
 SMALL_SHARE = 0.6
-# the final gate compiles again for other shapes and for arguments by name: about this many later compilations
-FINAL_COMPILATIONS = 3
+# the final gate compiles the result again, which takes about one later compilation; and for other shapes and arguments
+# by name, which takes these many more
+FINAL_COMPILATIONS, SHAPES_COMPILATIONS = 1, 2
 
 
 def kind_of(step: Step, *, compiled: bool, first: bool, searches: bool = False) -> Kind:
@@ -131,15 +132,22 @@ class Costs:
         """Seconds that the compilations for declared ranges of shapes take."""
         return self.sizes * self._later
 
-    def final(self, budget: float, *, compiled: bool, looks: int | None = None) -> float:
+    @property
+    def recompiling(self) -> float:
+        """Seconds that the final gate takes to compile the result for other shapes and arguments by name."""
+        return SHAPES_COMPILATIONS * self._later
+
+    def final(self, budget: float, *, compiled: bool, looks: int | None = None, recompiled: bool = True) -> float:
         """Seconds to leave for the end of the run: one look, and as many more as SMALL_SHARE of the budget holds.
 
         Args:
             budget: seconds of the run.
             compiled: a compile step is in force.
             looks: no time is left for more; None: for all.
+            recompiled: time is left for `recompiling`.
         """
         later = FINAL_COMPILATIONS * self._later + self.loads * self.cached + self.serving if compiled else 0.0
+        later += self.recompiling if compiled and recompiled else 0.0
         least = self.least_final + later
         more = self.later_looks if looks is None else self.later_looks[: looks - 1]
         return max(least, min(least + sum(more), SMALL_SHARE * budget))

@@ -150,7 +150,7 @@ def _know_costs(run: RunState) -> None:
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
     )
     kind: Kind = "first" if run.options.level >= 2 else "plain"
-    proof = run.costs.final(run.options.budget, compiled=kind == "first", looks=1)
+    proof = run.costs.final(run.options.budget, compiled=kind == "first", looks=1, recompiled=False)
     needed = run.seconds_spent + run.costs.expect(kind) + proof
     run.costs.short = needed > run.options.budget
     if run.costs.short:

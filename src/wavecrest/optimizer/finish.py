@@ -20,9 +20,11 @@ from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
 from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
+from wavecrest.optimizer.planner import LATE_SHARE
 from wavecrest.optimizer.ranged import GRAPHS, seconds_to_serve, serving
 from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
+from wavecrest.optimizer.steps.base import TREE
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
 from wavecrest.optimizer.trial import OUT_OF_BUDGET
 from wavecrest.optimizer.verdict import check_quality, no_gain_verdict, result_verdict
@@ -70,8 +72,14 @@ def finish(run: RunState) -> None:
 
 def _final(run: RunState) -> Result:
     begin = run.now()
+    recompiled = _may_recompile(run)
     try:
-        numerics = run.check(run.current, run.ledger.applied, final=True)
+        numerics = run.check(run.current, run.ledger.applied, final=True, recompiled=recompiled)
+        if not recompiled:
+            # what compilation has no part in
+            bare = run.ledger.applied.only(*TREE, "setting")
+            without = run.check(build(run.workload.model, bare), bare, final=True) if bare.steps else []
+            numerics = without if failures(without) else numerics
     except StepRefused as error:
         return _drop_last(run, str(error))
     problem = failures(numerics)
@@ -105,6 +113,14 @@ def _final(run: RunState) -> Result:
         peak_memory_before=run.measurer.peak_memory(run.workload.model),
         peak_memory_after=run.measurer.peak_memory(run.current),
     )
+
+
+def _may_recompile(run: RunState) -> bool:
+    """Whether the time that is left holds the check of compiled code at other shapes too."""
+    applied, budget = run.ledger.applied, run.options.budget
+    if not applied.only("compile").steps:
+        return True
+    return run.costs.final(budget, compiled=True, looks=1) <= run.seconds_left + LATE_SHARE * budget
 
 
 def _add_part(run: RunState, name: str, seconds: float) -> None:

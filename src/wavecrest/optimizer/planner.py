@@ -36,9 +36,10 @@ SURE_RATIO, SURE_RATIO_GPU = 1.2, 1.05
 # an original that waits for the host differs more: its processes took 26 to 45 ms (an 8 B decode) and 6.2 to 9.3 ms (a
 # RoBERTa; 16 cores beside an H200, 2026-11-26), by 0.2 of their logarithm. So much do 1, 2 and 3 looks resolve then
 SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
-# a step that promises this much is tried in the time of later looks: the gain of one that is tried is certain where
-# that of a look is a narrower interval. With 90 s a T5 encoder (0.51x its best peer), a GPT-2 (0.69x) and a BERT ended
-# with a graph of the eager model and 50 s for three looks, and never tried torch.compile (H200, 2026-11-27)
+# a step that promises this much is tried in the time of later looks, whose gain is a narrower interval, and of the
+# check of compiled code at other shapes, which `verify` makes up for. With 90 s a T5 encoder (0.51x its best peer), a
+# GPT-2 (0.69x) and a BERT ended with a graph of the eager model, 50 s for three looks, and nothing compiled (H200,
+# 2026-11-27)
 PROMISING = 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
@@ -383,10 +384,10 @@ class Planner:
         searches = any(item.step.searches for item in run.ledger.applied.steps)
         return kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
 
-    def _proof(self, step: Step | None, looks: int | None) -> float:
+    def _proof(self, step: Step | None, looks: int | None, *, recompiled: bool = True) -> float:
         """Seconds of the end of the run with this step in force too; see `Costs.final`."""
         compiled = self._compiled or (step is not None and step.phase == "compile")
-        return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks)
+        return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks, recompiled=recompiled)
 
     def _reserve(self, step: Step | None, prediction: Prediction | None = None) -> float:
         if self._one_only:
@@ -394,7 +395,9 @@ class Planner:
             return 0.0
         promised = prediction.ratio if prediction is not None else None
         is_promising = promised is not None and promised >= PROMISING
-        return self._proof(step, 1 if is_promising else self._looks_to_take())
+        if is_promising:
+            return self._proof(step, 1, recompiled=False)
+        return self._proof(step, self._looks_to_take())
 
     def _looks_to_take(self) -> int | None:
         """The looks at the result that its gain so far is expected to need; None: all of them."""

@@ -83,9 +83,11 @@ class RunState:
         """Seconds that the run took so far, with those before it was interrupted."""
         return self.ledger.seconds_before + self.now() - self.began
 
-    def check(self, model: nn.Module, applied: AppliedSteps, *, final: bool = False) -> list[BucketError]:
+    def check(
+        self, model: nn.Module, applied: AppliedSteps, *, final: bool = False, recompiled: bool = True
+    ) -> list[BucketError]:
         """The accuracy gate (`check_applied`); `final`: it is the result."""
-        return check_applied(self.gate, model, applied, final=final)
+        return check_applied(self.gate, model, applied, final=final, recompiled=recompiled)
 
     def profile(self, model: nn.Module) -> list[BucketProfile]:
         """Where the time of each bucket goes; empty, with a note, if that cannot be found out."""

@@ -57,7 +57,8 @@ def try_step(run: RunState, one: Candidate) -> StepOutcome:
 def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     """The outcome of a step that is not tried: it cannot be, there is nothing to change, or the time has run out."""
     outcome = _outcome(one)
-    outcome.predicted, outcome.prediction = None, ""
+    if not one.is_able:
+        outcome.predicted, outcome.prediction = None, ""
     if one.error is not None:
         _refuse(outcome, one.error)
     elif one.is_hopeless:
