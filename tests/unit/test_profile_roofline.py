@@ -120,6 +120,7 @@ def test_convolution_arguments_lie_where_the_schema_has_them(name: str) -> None:
 MEMORY = [
     ("add-broadcast", "aten::add", [t(8, 16), t(16), v(1)], 4 * (128 + 16 + 128)),
     ("expanded-input-is-stored-once", "aten::mul", [t(8, 16), t(8, 16, strides=(0, 1))], 4 * (128 + 16 + 128)),
+    ("a-number-has-no-say", "aten::mul", [t(8, 16, dtype="c10::Half"), t(dtype="double")], 2 * 256 + 8),
     ("where-takes-the-widest-type", "aten::where", [t(8, dtype="bool"), t(8), t(8)], 8 + 32 + 32 + 32),
     ("copy-casts", "aten::copy_", [t(8, 16), t(8, 16, dtype="c10::BFloat16"), v(False)], 128 * 4 + 128 * 2),
     ("layer-norm", "aten::native_layer_norm", [t(8, 16), v(), t(16), t(16), v()], 4 * (2 * 128 + 32)),

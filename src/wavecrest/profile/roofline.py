@@ -188,8 +188,10 @@ def _pointwise(arguments: Sequence[Argument]) -> Work | None:
     if not tensors:
         return None
     written = _broadcast(tensors)
-    # the result has the widest type, which for `where` and masks is not the first
-    widest = max(tensors, key=lambda argument: argument.element_bytes)
+    # the result has the widest type, which for `where` and masks is not the first; a number, which is traced as a double
+    # without dimensions, has no say
+    sized = [argument for argument in tensors if argument.shape] or tensors
+    widest = max(sized, key=lambda argument: argument.element_bytes)
     moved = sum(a.bytes for a in tensors) + written * widest.element_bytes
     return Work(written, moved, _dtype(widest), matrix=False)
 
