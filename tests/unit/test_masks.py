@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,30 @@ def test_a_position_bias_is_laid_out_as_fused_kernels_take_it() -> None:
     want = torch.softmax(q @ k.mT / 8**0.5 + bias, -1) @ v
     assert seen[0].stride(-1) == 1 and torch.equal(seen[0], bias)
     torch.testing.assert_close(got.transpose(1, 2), want)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prompt_without_a_cache_needs_no_mask(kind: str) -> None:
+    """Sequences packed into one row show in the values of positions alone, which a traced model cannot read."""
+    model = decoder()
+    if kind == "gpt2":
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+        ).eval()
+    assert traced_masks(model, input_ids=tokens(), use_cache=False) == [(B, 1, S, S)]
+    masks.use(model, masks.owners(model))
+    masks.use(model, masks.owners(model))
+    assert traced_masks(model, input_ids=tokens(), use_cache=False) == [None]
+    # positions that the caller gives may start anew
+    packed = torch.cat([torch.arange(10), torch.arange(S - 10)])[None].expand(B, S)
+    assert traced_masks(model, input_ids=tokens(), position_ids=packed, use_cache=False) == [(B, 1, S, S)]
+    assert not masks._counted
+    own = copy.deepcopy(model)
+    for part in own.modules():
+        part._forward_pre_hooks.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for given in ({}, {"position_ids": packed}, {}, {"attention_mask": padding(3)}):
+            want = own(input_ids=tokens(), use_cache=False, **given).logits
+            torch.testing.assert_close(compiled(input_ids=tokens(), use_cache=False, **given).logits, want)

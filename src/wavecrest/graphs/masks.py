@@ -3,18 +3,20 @@
 In eager, transformers reads the padding mask and passes no mask to scaled_dot_product_attention where nothing is
 padded. A traced or captured model cannot read values, and before torch 2.14 it cannot even see that there is no padding
 mask (`torch.compiler.is_exporting()` is a constant True inside Dynamo), so it writes out a dense mask [B, 1, Sq, Sk].
-SDPA then leaves its flash kernel.
+SDPA then leaves its flash kernel. So it does for a prompt without a cache, as sequences that are packed into one row
+show in the values of positions alone.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavecrest.errors import StepRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -22,16 +24,59 @@ if TYPE_CHECKING:
 
 # transformers' names: the implementation that this file replaces, and the one it registers
 SDPA, NAME = "sdpa", "wavecrest_sdpa"
+# where a forward sets its positions
+_POSITIONS = re.compile(r"^ *position_ids = (.*)$", re.MULTILINE)
+# whether the forward under way counts its positions itself, so that no sequence starts anew in a row
+_counted = False
+# transformers' own search for sequences that are packed into one row
+_search: Callable[[Any], Any] | None = None
 # the argument of transformers models that marks padding: [B, S], 1 for a token, 0 for padding
 ARGUMENT = "attention_mask"
 
 
 def register() -> None:
     """Make "wavecrest_sdpa", `attend` with `mask`, known to transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    global _search
+    if _search is None and hasattr(masking_utils, "find_packed_sequence_indices"):
+        _search = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = packed_sequences
+
+
+def packed_sequences(position_ids: Tensor) -> Tensor | None:
+    """transformers' `find_packed_sequence_indices`: which sequence of its row a token belongs to, None if all are one.
+
+    It reads the positions, and a traced model cannot: without this it always gets a mask that is written out. With it
+    attention of an 8B Llama's prompt took 7.6 ms under a graph in place of 3.1 (H200, 2026-11-27).
+    """
+    assert _search is not None
+    return None if _counted else _search(position_ids)
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    global _counted
+    # positions given by place are the third argument; calls with more than tokens by place are left alone
+    _counted = kwargs.get("position_ids") is None and len(args) <= 1
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    global _counted
+    _counted = False
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether a forward makes the positions that it is not given by counting, and in no other way."""
+    try:
+        made = _POSITIONS.findall(inspect.getsource(type(module).forward))
+    except (OSError, TypeError):
+        return False
+    counts = ["torch.arange(" in line for line in made]
+    return any(counts) and all(
+        counted or line.startswith("position_ids.") for counted, line in zip(counts, made, strict=True)
+    )
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +161,10 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
     register()
     for path in paths:
         module: Any = model.get_submodule(path)
+        for part in module.modules():
+            if _counts_positions(part) and _enter not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(_enter, with_kwargs=True)
+                part.register_forward_hook(_leave)
         # a step that was kept since has set an implementation of its own, which uses such masks as well
         if _implementations(module) != {SDPA}:
             continue

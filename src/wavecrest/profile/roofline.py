@@ -188,8 +188,8 @@ def _pointwise(arguments: Sequence[Argument]) -> Work | None:
     if not tensors:
         return None
     written = _broadcast(tensors)
-    # the result has the widest type, which for `where` and masks is not the first; a number, which is traced as a double
-    # without dimensions, has no say
+    # the result has the widest type, which for `where` and masks is not the first; a number, traced as a double without
+    # dimensions, has no say
     sized = [argument for argument in tensors if argument.shape] or tensors
     widest = max(sized, key=lambda argument: argument.element_bytes)
     moved = sum(a.bytes for a in tensors) + written * widest.element_bytes
