@@ -16,7 +16,7 @@ import wavecrest.ops.common.target as _target
 import wavecrest.ops.rows.split as _split
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
-from wavecrest.hardware import ARCHS, Arch
+from wavecrest.hardware import Arch
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.rows.call import RowCall
 from wavecrest.ops.rows.kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel

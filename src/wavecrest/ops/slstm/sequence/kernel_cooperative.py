@@ -2,36 +2,38 @@
 
 A head's columns are divided over programs. Each keeps its part of the recurrent weights, of c, n and m from the first
 token to the last, and needs all of h at each of them. An element of h is published as one word, whose upper half is a
-tag: the number of the token that it is for. A program looks at the words of its rows and head until all have the tag
-it waits for.
+tag: the number of the token that it is for, or the lowest 15 bits of it, as the word that it replaces is of two tokens
+before. A program looks at the words of its rows and head until all have the tag that it waits for.
 
 Why the order holds:
 
-- Value and tag are one aligned word of 32 or 64 bits, written by one atomic exchange and read by one load, in vectors
-  or not: no thread can see a tag without its value. So nothing else has to be ordered: no fence, no counter, and no
-  word of one thread stands for those of another. Exchange and load are of the scope of the device: on sm_90 they are
-  ATOMG.E.EXCH.STRONG.GPU and LDG.E.STRONG.SYS, which pass by the L1 cache. On gfx942, whose XCDs have an L2 cache each,
-  the exchange is done where all of them see it, and loads carry sc0 and sc1, which has them miss what another XCD may
-  have written; buffer_wbl2 and buffer_inv, which a counter would need at each token, are not there.
+- Value and tag are one aligned word of 32 or 64 bits, which no access takes apart, a wider one neither: no thread can
+  see a tag without its value, and none takes another's word for its own. So nothing else has to be in order, and there
+  is no fence and no counter.
+- Words are written and read where all programs of the device see them. On sm_90 they are exchanged and loaded at the
+  scope of the device (ATOMG.E.EXCH.STRONG.GPU) and of the system (LDG.E.STRONG.SYS), so in L2 and not in L1. On gfx942
+  and gfx950, whose XCDs have an L2 cache each, stores and loads have sc0 and sc1, which is how LLVM writes relaxed
+  atomics of the system's scope: a store goes through, and a load misses what another XCD may have written. buffer_wbl2
+  and buffer_inv, which a counter would need at each token, are not there. On gfx90a, with one L2 cache, it is
+  global_atomic_swap, and loads with glc, which miss L1.
 - There are two words for each element, for even and for odd tokens. A program publishes for token t + 1 when it has
-  worked out token t, so it has read all words of token t, and these were published by programs that had read all words
-  of token t − 1: nobody needs the words of token t − 1 any more, which are those that it writes over.
-- The words of a program's rows and head are looked at by all of its threads, each at its own; the number of those that
-  are missing is summed over the program, behind its barrier, so that all threads leave the loop in the same turn. No
-  thread may have a copy of another's word (copies would be loaded at other times): there are at least as many words as
-  threads, see `refuse_config` in launch_cooperative.py.
+  worked out token t, so it has read all words for token t, and these were published by programs that had read all words
+  for token t − 1: nobody needs the words for token t − 1 any more, and they are those that it writes over.
+- The number of missing words is summed over the program, behind its barrier, so that all threads leave the loop in the
+  same turn. No thread may have a copy of another's word, which would be loaded at another time: there are at least as
+  many words as threads (`_misfit` of launch_cooperative.py).
 
-All programs of a launch have to run at once. The launch is a cooperative one, which the driver refuses where they do
-not fit; two such launches in two streams follow each other. Should a program be missing all the same, those that wait
-give up after PATIENCE looks, and what they could not work out is NaN.
+All programs of a launch have to run at once. The launch is a cooperative one: the driver refuses it where they do not
+fit, and starts all of them or none while another kernel runs. Should a program be missing all the same, those that wait
+give up after PATIENCE looks, and what they cannot work out is NaN.
 """
 
 from __future__ import annotations
 
-from wavecrest.ops.common.device import ATOMIC, UNCACHED, remap_xcd
+from wavecrest.ops.common.device import ATOMIC, UNCACHED, column_mask, remap_xcd
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.device import dim_offsets, sigmoid
-from wavecrest.ops.slstm.device import gate_input, tanh, weights
+from wavecrest.ops.mlstm.device import dim_offsets
+from wavecrest.ops.slstm.device import gate_input, updated, weights
 
 _SIZES = [
     "zero", "begin", "end", "first_row", "batch", "tokens", "heads", "tiles", "stride_xb", "stride_xs", "stride_xg",
@@ -68,7 +70,7 @@ def _missing(words, mask, token, WIDE: tl.constexpr):  # type: ignore[no-untyped
     if WIDE:
         missing = (words >> 32).to(tl.int32) != token
     else:
-        missing = ((words >> 16) & 0xFFFF) != (token & 0xFFFF)
+        missing = (words >> 16) != (token & 0x7FFF)
     return (mask & missing).to(tl.int32)
 
 
@@ -100,11 +102,11 @@ def _kept(at, first, offs_k, offs_c, stride_k, ALIGN: tl.constexpr, D: tl.conste
 
 @triton.jit
 def _word(h, token, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of h with the tag of a token: of 32 bits for 16 bits of h, else of 64."""
+    """Words of h with the tag of a token: 15 bits of its number beside 16 bits of h, else 32 beside 32."""
     if WIDE:
         word = (tl.cast(token, tl.int64) << 32) | (h.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     else:
-        word = (token << 16) | (h.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+        word = ((token & 0x7FFF) << 16) | (h.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
     return word
 
 
@@ -136,10 +138,10 @@ def _slstm_cooperative_kernel(  # type: ignore[no-untyped-def]
     gate = (offs_g % 4).to(tl.int64)
     offs_c = tile * BLOCK_N + offs_g // 4
     mask_b = (offs_b < batch)[:, None]
-    mask = mask_b & (offs_n < D)[None, :]
-    mask_x = mask_b & (offs_c < D)[None, :]
-    mask_k = mask_b & (offs_k < D)[None, :]
-    mask_k2 = mask_b & (offs_k < D - BLOCK_D // 2)[None, :]
+    mask = mask_b & column_mask(offs_n, D, BLOCK_N, EVEN)[None, :]
+    mask_x = mask_b & column_mask(offs_c, D, 4 * BLOCK_N, EVEN)[None, :]
+    mask_k = mask_b & column_mask(offs_k, D, BLOCK_D // PARTS, EVEN)[None, :]
+    mask_k2 = mask_b & column_mask(offs_k, D - BLOCK_D // 2, BLOCK_D // PARTS, EVEN)[None, :]
     rows = offs_b.to(tl.int64)
     columns = ALIGN * (gate * stride_xg) + dim_offsets(offs_c, stride_xd, CONTIGUOUS)
     x_at = x_ptr + (ALIGN * (rows * stride_xb + head * stride_xh))[:, None] + columns[None, :]
@@ -213,9 +215,7 @@ def _slstm_cooperative_kernel(  # type: ignore[no-untyped-def]
         i, z = tl.split(iz)
         f, o = tl.split(fo)
         forget, take, m = weights(i, f, n, m, EXPONENTIAL)
-        c = forget * c + take * tanh(z)
-        n = forget * n + take
-        h = sigmoid(o) * (c / n)
+        h, c, n = updated(forget, take, z, o, c, n)
         y = h
         if PLACES:
             y = tl.where(inside, h, 0.0)

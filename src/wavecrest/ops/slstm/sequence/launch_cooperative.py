@@ -47,13 +47,18 @@ TENSORS = ("x", "r", "bias", "places", "y", "slots", "h", "c", "n", "m")
 PATIENCE = 1 << 24
 
 
+def keeps_weights(arch: Arch) -> bool:
+    """False for RDNA, where weights that are kept spill."""
+    return arch.vendor != "amd" or arch.wave_size == 64
+
+
 def refuse(call: SlstmCall) -> str | None:
     """The reason why the kernel cannot run a call on its device; None if it can."""
     reason = _refuse(call)
     if reason is not None:
         return reason
     arch, units, dtype = _target.arch(), _target.units(str(call.x.device)), dtype_name(call.x)
-    if arch is not None and arch.vendor == "amd" and arch.wave_size == 32:
+    if arch is not None and not keeps_weights(arch):
         return f"keeps weights in registers, which {arch.name} has too few of"
     columns = default_cooperative(call.heads, call.head_dim, dtype, arch, units)["BLOCK_N"]
     if kept_bytes(call.head_dim, columns, dtype, arch) > KEPT:
@@ -112,10 +117,9 @@ def planned(call: SlstmCall, config: Config, arch: Arch | None) -> list[_launche
     block_b, tiles = config["BLOCK_B"], _layout.ceil_div(call.head_dim, config["BLOCK_N"])
     constants: dict[str, Any] = {
         "PLACES": places is not None, "EXPONENTIAL": call.forget_gate == "exp", "BIAS": call.bias is not None,
-        "CONTIGUOUS": contiguous, "ALIGN": align, "D": call.head_dim,
-        "BLOCK_D": block_d(call.head_dim), "PARTS": _parts(call, config), "PRECISION": precision(call, arch), "WIDE": wide,
-        "XCDS": 1 if arch is None else arch.xcds, "PATIENCE": PATIENCE,
-        "LOOK": _target.look(arch),
+        "CONTIGUOUS": contiguous, "ALIGN": align, "D": call.head_dim, "BLOCK_D": block_d(call.head_dim),
+        "PARTS": _parts(call, config), "PRECISION": precision(call, arch), "WIDE": wide,
+        "XCDS": 1 if arch is None else arch.xcds, "LOOK": _target.look(arch), "PATIENCE": PATIENCE,
         # the driver starts all of its programs, or says that they do not fit
         "launch_cooperative_grid": True,
     }  # fmt: skip
