@@ -119,6 +119,7 @@ def test_rows_in_turn_have_the_bits_of_rows_at_once(monkeypatch: pytest.MonkeyPa
 def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter, too, gets all tokens in one launch; its programs run one after the other."""
     monkeypatch.setattr(launch_cooperative, "_spans", lambda call: iter([(0, call.tokens)]))
+    # looks are counted there, too
     monkeypatch.setattr(launch_cooperative, "PATIENCE", 2)
 
 
@@ -180,7 +181,6 @@ def test_tags_of_15_bits_begin_anew(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
     monkeypatch.setattr(launch_cooperative, "_spans", spans)
     monkeypatch.setattr(launch_cooperative, "slots_of", lambda call: slots(call).roll((begin + 1) % 2, 0))
-    monkeypatch.setattr(launch_cooperative, "PATIENCE", 1)
     got = run(OP, many, SHARED, NAME)
     assert same((got[0][:, begin:], *got[1:]), want)
 
