@@ -50,6 +50,7 @@ WRITTEN = {
     "_mlstm_step_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr", "scratch_ptr", "arrivals_ptr"},
     "_causal_conv1d_kernel": {"y_ptr"},
     "_slstm_sequence_kernel": {"y_ptr", "h_new_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
+    "_slstm_cooperative_kernel": {"y_ptr", "slots_ptr", "h_ptr", "c_ptr", "n_ptr", "m_ptr"},
     "_slstm_steps_kernel": {"y_ptr", "h_new_ptr", "c_ptr", "n_ptr", "m_ptr"},
     "_slstm_step_kernel": {"y_ptr", "h_new_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
     "_mlstm_norm_kernel": {"y_ptr", "n_new_ptr", "m_new_ptr"},

@@ -52,3 +52,19 @@ def test_on_nvidia_the_count_is_behind_a_barrier_and_orders_both_sides(found: di
     between = code[stores[-1] : count.start()]
     assert re.search(r"\bBAR\.SYNC", between) and re.search(r"\bMEMBAR\S*GPU", between), between
     assert re.search(r"\bCCTL\.IVALL", code[count.start() :]), "a first-level cache keeps what it had"
+
+
+@pytest.mark.parametrize("arch", [*(arch for arch in ARCHS if arch.startswith("gfx9")), "sm_90"])
+def test_words_are_exchanged_where_all_programs_see_them_without_a_fence(found: dict[str, Any], arch: str) -> None:
+    look, publish = {
+        "gfx90a": (r"global_load_dword(?:x2)? .*\bglc$", r"global_atomic_swap(?:_x2)? "),
+        "sm_90": (r"LDG\.E\.128\.STRONG\.SYS ", r"ATOMG\.E\.EXCH\.(?:64\.)?STRONG\.GPU "),
+    }.get(arch, (r"buffer_load_dwordx4 .*\bsc0 sc1$", r"buffer_store_dword(?:x2)? .*\bsc0 sc1$"))
+    assert len(found[arch]["exchanged"]) == 2
+    for one in found[arch]["exchanged"]:
+        assert one["waits"] and all(re.search(look, text) for text in one["waits"]), one["waits"]
+        # those of its loop once more: the first look
+        assert sum(bool(re.search(look, text)) for text in one["all"]) == 2 * len(one["waits"])
+        assert any(re.search(publish, text) for text in one["all"])
+        fences = re.compile(r"_inv|_wb|MEMBAR|CCTL|FENCE|ERRBAR")
+        assert not any(fences.search(text) for text in one["all"]), one["all"]

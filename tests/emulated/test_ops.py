@@ -48,6 +48,15 @@ def test_a_split_row_has_the_same_bits_whether_its_programs_wait_or_not(run_chil
     assert json.loads(done.stdout) == []
 
 
+@pytest.mark.every_emulated
+@pytest.mark.parametrize("arch", ARCHS)
+def test_programs_that_exchange_h_have_the_bits_of_a_launch_for_each_token(run_child: Child, arch: str) -> None:
+    done = run_child("tests.emulated.cooperative", arch)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["differ"] == [] and min(found["workgroups"].values()) > 1, found
+
+
 _SCRIPT = """
 import sys
 import torch, triton, triton.language as tl

@@ -44,8 +44,11 @@ OP = "slstm_sequence"
 CONFIGS = {"kept": None, "read again": Config(BLOCK_B=16, BLOCK_K=16, STAGES=2, num_warps=4)}
 # several programs a head, in the place of one
 PARTED = Config(BLOCK_B=16, BLOCK_N=16, BLOCK_K=16, STAGES=2, num_warps=1, num_stages=1)
-STEPS = "triton_steps"
-KERNELS = ["triton", STEPS]
+# several programs a head that wait for each other
+SHARED = Config(BLOCK_B=16, BLOCK_N=16, num_warps=1, num_stages=1)
+STEPS, COOPERATIVE = "triton_steps", "triton_cooperative"
+KERNELS = ["triton", STEPS, COOPERATIVE]
+SEVERAL = {STEPS: PARTED, COOPERATIVE: SHARED}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"dim": 32},
     "exponential forget gate": {"forget_gate": "exp", "first": True},
@@ -70,14 +73,17 @@ def test_cases(name: str) -> None:
         assert_right(call, run(OP, call, config), want)
     for config in (None, PARTED):
         assert_right(call, run(OP, call, config, STEPS), want)
+    for config in (None, SHARED):
+        assert_right(call, run(OP, call, config, COOPERATIVE), want)
     for backend in (*C_CODE, "torch", "reference"):
         assert_right(call, run(OP, call, backend=backend), want)
 
 
-def test_heads_of_any_size_in_a_launch_for_each_token() -> None:
+def test_heads_of_more_than_256() -> None:
     for dim, more in ((257, {"first": True}), (300, {"lens": [3, 1], "resets": 0.5})):
         call = case(dim=dim, heads=1, tokens=3, **more)
-        assert_right(call, run(OP, call, backend=STEPS))
+        for backend in (STEPS, COOPERATIVE):
+            assert_right(call, run(OP, call, backend=backend))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -87,7 +93,7 @@ def test_cases_in_16_bits(dtype: torch.dtype) -> None:
         want = exact(call)
         for config in CONFIGS.values():
             assert_right(call, run(OP, call, config), want)
-        for backend in (*C_CODE, "torch", STEPS):
+        for backend in (*C_CODE, "torch", STEPS, COOPERATIVE):
             assert_right(call, run(OP, call, backend=backend), want)
 
 
@@ -156,8 +162,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_beside_padding() -> None:
     call = case(batch=18, heads=1, tokens=4, dim=32, first=True, dtype=BF16)
     for backend, config in (
         *(("triton", one) for one in CONFIGS.values()),
-        (STEPS, None),
-        (STEPS, PARTED),
+        *((backend, config) for backend, one in SEVERAL.items() for config in (None, one)),
         *((one, None) for one in C_CODE),
     ):
         whole = run(OP, call, config, backend)
@@ -178,7 +183,9 @@ def test_a_nan_stays_in_its_row_and_head_until_a_reset(backend: str) -> None:
     fresh = torch.zeros(3, 6, dtype=torch.bool, device=DEVICE)
     fresh[1, 4] = True
     call = call._replace(resets=fresh)
-    configs = list(CONFIGS.values()) if backend == "triton" else [None, PARTED] if backend == STEPS else [None]
+    configs = (
+        list(CONFIGS.values()) if backend == "triton" else [None, *([SEVERAL[backend]] if backend in SEVERAL else [])]
+    )
     # each beside itself: on a GPU configurations round in other places
     wanted = [run(OP, call, config, backend) for config in configs]
     call.x[1, 2, 0, 1, 5] = NAN

@@ -91,6 +91,7 @@ NAMES: dict[str, list[str]] = {
         "_mlstm_chunks_kernel",
         "_mlstm_step_kernel",
         "_slstm_sequence_kernel",
+        "_slstm_cooperative_kernel",
         "_slstm_step_kernel",
         "_slstm_steps_kernel",
         "_mlstm_keys_kernel",

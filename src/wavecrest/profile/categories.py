@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
          "wavecrest"),
     # a recurrence in place of attention; its norm by itself
     Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),
-    Rule(r"^_slstm_(?:sequence|steps?)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_slstm_(?:sequence|cooperative|steps?)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
     Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope|topk_routing)_kernel$", "elementwise", "wavecrest"),

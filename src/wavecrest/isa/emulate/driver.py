@@ -301,12 +301,12 @@ def emulated(
     options = {"workers": workers, "resident": resident, "quantum": quantum, "limit": limit}
     driver = EmulatedDriver(arch, guard=guard, check=check, **options)
     # not `config.active`, which looks for a GPU and fails without one
-    before = config._active, _triton.emulated
-    config._active, _triton.emulated = driver, arch
+    before = config._active, _triton.emulated, _triton.resident
+    config._active, _triton.emulated, _triton.resident = driver, arch, resident
     registry.forget()
     try:
         with driver.uninitialised or nullcontext():
             yield driver
     finally:
-        config._active, _triton.emulated = before
+        config._active, _triton.emulated, _triton.resident = before
         registry.forget()

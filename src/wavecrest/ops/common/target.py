@@ -47,6 +47,17 @@ def arch() -> hardware.Arch | None:
     return hardware.ARCHS[name] if name else None
 
 
+# triton 3.6 gives a load no cache bits there, whatever the cache modifier says (read in the machine code)
+_LOADS_ARE_CACHED = ("gfx90a", "gfx1100", "gfx1151", "gfx1201")
+
+
+def look(known: hardware.Arch | None) -> int:
+    """The kind of load that sees what other programs write meanwhile: VOLATILE, UNCACHED or ATOMIC of `device`."""
+    if known is None or known.vendor == "nvidia":
+        return 0
+    return 2 if known.name in _LOADS_ARE_CACHED else 1
+
+
 def wave_size() -> int:
     """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 if that is None."""
     known = arch()
@@ -56,3 +67,27 @@ def wave_size() -> int:
 def is_assumed() -> bool:
     """True inside `assumed`, where nothing can be launched."""
     return _assumed is not None
+
+
+# programs at a time where they are run one after the other: the interpreter's
+_ANY = 1 << 30
+
+
+@cache
+def _detected_units(device: str) -> int:
+    return hardware.detect(device).compute_units
+
+
+@constant_in_graphs
+def units(device: str) -> int:
+    """The number of programs, one a compute unit, that a device runs at once.
+
+    Args:
+        device: its name, such as "cuda:0". The emulator has its own number, and the interpreter, which runs programs
+            one after the other, no limit.
+    """
+    if _assumed is not None:
+        return _assumed.compute_units
+    if _triton.emulated is not None:
+        return _triton.resident
+    return _ANY if device == "cpu" else _detected_units(device)

@@ -21,6 +21,8 @@ unavailable: str | None = None
 interpreted = env.get("TRITON_INTERPRET") == "1"
 # the architecture whose machine code CPU tensors run as (set and unset by wavecrest.isa.emulate), or None
 emulated: str | None = None
+# workgroups that the emulator runs at a time
+resident = 0
 
 # why no kernel in Gluon can be launched, or None
 no_gluon: str | None = None
@@ -226,6 +228,7 @@ __all__ = [
     "no_gluon",
     "parse_in_turn",
     "reciprocal",
+    "resident",
     "store_tile",
     "thread_barrier",
     "tile_descriptor",

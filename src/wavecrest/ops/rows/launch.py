@@ -16,7 +16,7 @@ import wavecrest.ops.common.target as _target
 import wavecrest.ops.rows.split as _split
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
-from wavecrest.hardware import ARCHS, Arch
+from wavecrest.hardware import Arch
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.rows.call import RowCall
 from wavecrest.ops.rows.kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel
@@ -86,7 +86,7 @@ def launch(
             "PARTS": _words(parts, config, arch),
             "FINITE": call.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _split.patience(),
-            "LOOK": _look(arch) if parts > 1 else 0,
+            "LOOK": _target.look(arch) if parts > 1 else 0,
             "PDL": _pdl.overlaps(arch),
             "EARLY": early,
         },
@@ -103,13 +103,6 @@ def _words(parts: int, config: Config, arch: Arch | None) -> int:
     if parts == 1:
         return 1
     return max(_layout.power_of_two(parts), config["num_warps"] * (32 if arch is None else arch.wave_size))
-
-
-def _look(arch: Arch | None) -> int:
-    """The kind of load with which split rows read slots: VOLATILE, UNCACHED or ATOMIC of `ops.common.device`."""
-    if arch is None or arch.vendor == "nvidia":
-        return 0
-    return 2 if arch in LOADS_ARE_CACHED else 1
 
 
 def rounding_of(how: Quantization | None) -> int:
@@ -190,7 +183,3 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
         return (y, scale) if residual is None else (y, scale, h)
 
     return run
-
-
-# triton 3.6 gives a buffer load no cache bits there, whatever the cache modifier says (read in the machine code)
-LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1151", "gfx1201"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wavecrest.ops.common.device import exp
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.device import dim_offsets, log_sigmoid
+from wavecrest.ops.mlstm.device import dim_offsets, log_sigmoid, sigmoid
 
 # as in the definition: a gate is closed, not undefined, where its input is −∞
 LEAST_INPUT = tl.constexpr(-1e5)
@@ -12,9 +12,13 @@ LEAST_INPUT = tl.constexpr(-1e5)
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """tanh: below 0.625 its continued fraction to x⁴ (4e-9), as (1 − e^−2x) / (1 + e^−2x) cancels there."""
+    """tanh: below 0.625 its continued fraction to x⁴ (4e-9), as (1 − e^−2x) / (1 + e^−2x) cancels there.
+
+    Here and in `updated` a sum and its product are one operation: left to itself the compiler makes them one in some
+    kernels and not in others (gfx942 and gfx950, triton 3.6), and the same token has other bits.
+    """
     s = x * x
-    small = x * (945.0 + s * (105.0 + s)) / (945.0 + s * (420.0 + 15.0 * s))
+    small = x * tl.fma(s, 105.0 + s, 945.0) / tl.fma(s, tl.fma(s, 15.0, 420.0), 945.0)
     e = exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     large = tl.where(x < 0.0, -large, large)
@@ -42,6 +46,14 @@ def weights(i, f, n, m, EXPONENTIAL: tl.constexpr):  # type: ignore[no-untyped-d
     # a comparison with NaN is false: NaN of either is kept
     m = tl.where((i > before) | (i != i), i, before)
     return exp(before - m), exp(i - m), m
+
+
+@triton.jit
+def updated(forget, take, z, o, c, n):  # type: ignore[no-untyped-def]
+    """(h, c, n) after a token, from its two weights and the pre-activations of z and o."""
+    c = tl.fma(forget, c, take * tanh(z))
+    n = tl.fma(forget, n, take)
+    return sigmoid(o) * (c / n), c, n
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""The op slstm_sequence and wavecrest's kernels for it: one launch, one for each token, and C code for a CPU."""
+"""The op slstm_sequence and wavecrest's kernels for it.
+
+All tokens in one launch, of programs with whole heads or with parts of them; a launch for each token; C code for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from wavecrest.ops.slstm.call import SlstmCall, check
 from wavecrest.ops.slstm.key import KEY_FIELDS, head_dim_and_dtype, key_of
 from wavecrest.ops.slstm.reference import reference
 from wavecrest.ops.slstm.sequence import launch_cpu as _cpu
-from wavecrest.ops.slstm.sequence.config import KEPT_HEAD_DIM, LARGEST_HEAD_DIM, default
+from wavecrest.ops.slstm.sequence.config import KEPT_HEAD_DIM, LARGEST_HEAD_DIM, default, default_cooperative
 from wavecrest.ops.slstm.sequence.launch import bind
+from wavecrest.ops.slstm.sequence.launch_cooperative import bind as bind_cooperative
+from wavecrest.ops.slstm.sequence.launch_cooperative import refuse as refuse_cooperative
 from wavecrest.ops.slstm.sequence.launch_steps import bind as bind_steps
 from wavecrest.ops.slstm.step.config import default as default_step
 
@@ -41,6 +46,11 @@ def opt_in_steps(call: SlstmCall) -> str | None:
     return None
 
 
+def opt_in_cooperative(_call: SlstmCall) -> str | None:
+    """The reason why programs that wait for each other run a call only where they are asked for."""
+    return "has programs that wait for each other at each token; its speed is not measured yet"
+
+
 def default_config(key: Key) -> Config:
     """The configuration of a key where nothing measured is known."""
     return default(*head_dim_and_dtype(KEY_FIELDS, key), _target.arch())
@@ -49,6 +59,12 @@ def default_config(key: Key) -> Config:
 def default_config_steps(key: Key) -> Config:
     """The same for a launch of each token."""
     return default_step(head_dim_and_dtype(KEY_FIELDS, key)[0], _target.arch())
+
+
+def default_config_cooperative(key: Key) -> Config:
+    """The same for programs that share a head."""
+    heads, device = (key[KEY_FIELDS.index(name)] for name in ("heads", "device"))
+    return default_cooperative(heads, *head_dim_and_dtype(KEY_FIELDS, key), _target.arch(), _target.units(device))
 
 
 op: Op[SlstmCall, Tensor | tuple[Tensor, ...]] = Op(
@@ -76,5 +92,13 @@ op.attach_kernel(
     opt_in=opt_in_steps,
     priority=_launcher.KERNEL_PRIORITY,
     default_config=default_config_steps,
+)
+op.attach_kernel(
+    "triton_cooperative",
+    bind_cooperative,
+    refuse=refuse_cooperative,
+    opt_in=opt_in_cooperative,
+    priority=_launcher.KERNEL_PRIORITY,
+    default_config=default_config_cooperative,
 )
 op.attach("c", _cpu.run, refuse=_cpu.refuse, opt_in=_cpu.opt_in, priority=_cpu.PRIORITY, bind=_cpu.bind)

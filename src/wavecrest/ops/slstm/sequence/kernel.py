@@ -192,8 +192,9 @@ def _slstm_sequence_kernel(  # type: ignore[no-untyped-def]
             z, h, again, r_z, 2, offs_k, offs_d, stride_rg, stride_rk, stride_rn, CONTIGUOUS, ALIGN, UNITS, D, EVEN,
             PRECISION, PARTS, BLOCK_K, STAGES,
         )  # fmt: skip
-        c = forget * c + take * tanh(z)
-        n = forget * n + take
+        # as `updated`, but for the order, as z and o are not needed at once
+        c = tl.fma(forget, c, take * tanh(z))
+        n = tl.fma(forget, n, take)
         if PARTS > 1:
             o = tl.load(x_now + 3 * gate_x, mask=mask, other=0.0).to(tl.float32)
             o += _bias(bias_again, 3, offs_d, stride_bg, stride_bd, mask_d, BIAS)

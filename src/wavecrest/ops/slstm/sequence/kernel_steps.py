@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.device import dim_offsets, sigmoid
-from wavecrest.ops.slstm.device import gate_input, tanh, weight_tile, weights
+from wavecrest.ops.mlstm.device import dim_offsets
+from wavecrest.ops.slstm.device import gate_input, updated, weight_tile, weights
 
 _SIZES = [
     "batch", "heads", "tiles", "stride_xb", "stride_xg", "stride_xh", "stride_xd", "stride_rg", "stride_rh",
@@ -95,9 +95,7 @@ def _slstm_steps_kernel(  # type: ignore[no-untyped-def]
         )
         o = tl.dot(h, r, o, input_precision=PRECISION, out_dtype=tl.float32)
     forget, take, m = weights(i, f, n, m, EXPONENTIAL)
-    c = forget * c + take * tanh(z)
-    n = forget * n + take
-    h = sigmoid(o) * (c / n)
+    h, c, n = updated(forget, take, z, o, c, n)
     y = h
     if PLACES:
         y = tl.where(inside, h, 0.0)

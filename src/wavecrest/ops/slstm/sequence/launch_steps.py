@@ -29,11 +29,12 @@ TENSORS = ("x", "r", "bias", "h", "places", "y", "h_new", "c", "n", "m")
 PLACES_ALIGN = 4
 
 
-def _has_places(call: SlstmCall) -> bool:
+def has_places(call: SlstmCall) -> bool:
+    """True if a kernel needs a number for each token and row: rows are padded, or have resets."""
     return call.form != "whole" or call.resets is not None
 
 
-def _places(call: SlstmCall) -> Tensor:
+def places_of(call: SlstmCall) -> Tensor:
     """A number for each token and row, int32 [S, B or a little more]: 0 outside of the row, 2 after a reset, else 1."""
     width = PLACES_ALIGN * _layout.ceil_div(call.batch, PLACES_ALIGN)
     found = call.x.new_zeros((call.tokens, width), dtype=torch.int32)
@@ -46,7 +47,7 @@ def _places(call: SlstmCall) -> Tensor:
     return found
 
 
-def _first(call: SlstmCall) -> list[Tensor]:
+def first_states(call: SlstmCall) -> list[Tensor]:
     """Memory for h, c, n and m, float32 [B, NH, D], with the first states."""
     shape = (call.batch, call.heads, call.head_dim)
     made = [torch.empty(shape, dtype=torch.float32, device=call.x.device) for _ in call.initial]
@@ -60,7 +61,7 @@ def planned(call: SlstmCall, config: Config, arch: Arch | None) -> list[_launche
     x, meta = call.x[:, 0], torch.device("meta")
     state = torch.empty((call.batch, call.heads, call.head_dim), dtype=torch.float32, device=meta)
     y = torch.empty_like(state, dtype=call.x.dtype)
-    places = torch.empty(call.batch, dtype=torch.int32, device=meta) if _has_places(call) else None
+    places = torch.empty(call.batch, dtype=torch.int32, device=meta) if has_places(call) else None
     values = (x, call.r, call.bias, state, places, y, *[state] * 4)
     contiguous = unit_stride(x, call.r)
     x_strides, r_strides = strides(x, 4), strides(call.r, 4)
@@ -89,17 +90,17 @@ def bind(call: SlstmCall, config: Config) -> Callable[[SlstmCall], Tensor | tupl
         return lambda call: result_of(call, _in_graph(call, values))
     launches = planned(call, config, _target.arch())
     start = _launcher.starter(launches[0], call.x.device) if launches else None
-    padded, last = _has_places(call), call.return_last_states
+    padded, last = has_places(call), call.return_last_states
     # placeholders with the None pattern of a real call: x stands for each result
     given = (call.x, call.r, call.bias, call.x, call.x if padded else None, *[call.x] * 5)
     tensors_of = picker(TENSORS, given, TENSORS)
 
     def run(call: SlstmCall) -> Tensor | tuple[Tensor, ...]:
         y = call.x.new_empty((call.batch, call.tokens, call.heads, call.head_dim))
-        h, c, n, m = _first(call)
+        h, c, n, m = first_states(call)
         if start is not None:
             new, r, bias = torch.empty_like(h), call.r, call.bias
-            places = _places(call).unbind(0) if padded else (None,) * call.tokens
+            places = places_of(call).unbind(0) if padded else (None,) * call.tokens
             for x_now, place, y_now in zip(call.x.unbind(1), places, y.unbind(1), strict=True):
                 start(*tensors_of((x_now, r, bias, h, place, y_now, new, c, n, m)))
                 h, new = new, h

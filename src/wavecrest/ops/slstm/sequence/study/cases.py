@@ -13,8 +13,10 @@ from wavecrest.dispatch.keys import name_of
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.slstm.call import SlstmCall
-from wavecrest.ops.slstm.sequence.config import default
+from wavecrest.ops.slstm.sequence.config import default, default_cooperative
 from wavecrest.ops.slstm.sequence.launch import planned
+from wavecrest.ops.slstm.sequence.launch_cooperative import keeps_weights
+from wavecrest.ops.slstm.sequence.launch_cooperative import planned as planned_cooperative
 from wavecrest.ops.slstm.sequence.launch_steps import planned as planned_steps
 from wavecrest.ops.slstm.step.config import default as default_step
 from wavecrest.ops.slstm.study.cases import Shape, example
@@ -33,6 +35,13 @@ _COMPILED_STEPS: dict[str, tuple[Shape, torch.dtype, dict[str, Any]]] = {
     "steps 256": ((16, 256, 4, 256), torch.bfloat16, {"return_last_states": True, "first": True}),
     "steps 512 padded": ((16, 256, 4, 512), torch.bfloat16, {"padded": True, "return_last_states": True}),
 }
+# programs that share a head
+_COMPILED_COOPERATIVE: dict[str, tuple[Shape, torch.dtype, dict[str, Any]]] = {
+    "cooperative 256": ((16, 256, 4, 256), torch.bfloat16, {"return_last_states": True, "first": True}),
+    "cooperative 512 padded": ((16, 256, 4, 512), torch.float16, {"padded": True, "return_last_states": True}),
+    "cooperative 1024": ((16, 256, 1, 1024), torch.bfloat16, {"forget_gate": "exp"}),
+    "cooperative 128 float32": ((16, 256, 4, 128), torch.float32, {}),
+}
 
 
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
@@ -45,6 +54,12 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     for name, (shape, dtype, options) in _COMPILED_STEPS.items() if config is None else ():
         call = _on_meta(shape, dtype, options)
         cases[name] = planned_steps(call, default_step(shape[3], arch), arch)[0]
+    for name, (shape, dtype, options) in (
+        _COMPILED_COOPERATIVE.items() if config is None and keeps_weights(arch) else ()
+    ):
+        call = _on_meta(shape, dtype, options)
+        default_of_it = default_cooperative(shape[2], shape[3], name_of(dtype), arch, arch.compute_units)
+        cases[name] = planned_cooperative(call, default_of_it, arch)[0]
     return cases
 
 
