@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.ops.op_harness import assert_short
 from wavecrest import ops
 from wavecrest.dispatch import registry
 
@@ -76,7 +78,7 @@ def test_folders_have_the_fixed_file_names() -> None:
         own = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
         for name in sorted(own - {"__pycache__"} - GRAMMAR):
             variant = name.startswith(("kernel_", "launch_"))
-            in_family = folder.name in FAMILIES and (name in NAMES or name in {"device", "split", *_subfolders(folder)})
+            in_family = folder.name in FAMILIES and (name in NAMES or name in {"device", *_subfolders(folder)})
             if not variant and not in_family:
                 wrong.append(f"{folder.relative_to(OPS)}/{name}")
         study = {path.stem for path in (folder / "study").glob("*.py")}
@@ -188,40 +190,22 @@ assert inspect.isfunction(wavecrest.ops.gemm) and inspect.isfunction(wavecrest.o
     assert not modules & set(ops.__all__)
 
 
-# wavecrest's Python calls from the public function to the library or the launch, once a signature is bound
-MOST_CALLS = 8
-# those of a launch, which tests/unit/test_launcher.py counts
-LAUNCH_CALLS = 2
+# ops whose backend "torch" loops over experts, tokens or chunks, as PyTorch has no function for them: the launches of
+# a step take the longest
+COMPOSED = {"mlstm_chunkwise", "mlstm_sequence", "mlstm_step", "moe", "slstm_sequence", "slstm_step"}
+SHORT = [
+    (name, backend)
+    for name in NAMES
+    for backend in registry.get(name).backends
+    if backend in ("triton", "c") or (backend == "torch" and name not in COMPOSED)
+]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "linear", "flash_attention"])
+@pytest.mark.parametrize(("name", "backend"), SHORT)
 def test_a_bound_call_is_short(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    x = torch.randn(2, 4, 4, 16)
-    arguments = {"linear": (x, torch.randn(8, 16)), "flash_attention": (x, x, x), "add_rms_norm": (x, x)}
-    given = arguments.get(name, (x,))
-    function = getattr(ops, name)
-    op = registry.get({"linear": "gemm"}.get(name, name))
-    if backend not in op.backends:
-        pytest.skip(f"{name} has no backend {backend}")
+    op = registry.get(name)
+    given = op.study.inputs(*(2, 16, 16, 16)[: len(op.study.sizes)], torch.float32, "cpu")
+    run = op.of_fields(op.call_type)
     op.force(backend)
-    # what is counted ends at the launch
-    starter = "wavecrest.ops.common.launcher.starter"
-    monkeypatch.setattr(starter, lambda *_args, **_options: lambda *_args, **_options: None)
-    calls: list[str] = []
-
-    def count(frame: object, event: str, _argument: object) -> None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        if event == "call" and ("wavecrest" in code.co_filename or code.co_filename.startswith("<signature")):
-            calls.append(code.co_name)
-
-    with torch.no_grad():
-        function(*given)
-        sys.setprofile(count)
-        try:
-            function(*given)
-        finally:
-            sys.setprofile(None)
-    assert 0 < len(calls) <= MOST_CALLS - (LAUNCH_CALLS if backend == "triton" else 0), calls
+    # the public function gives its arguments to `run`
+    assert_short(lambda: run(*given), monkeypatch, others=1)
