@@ -209,3 +209,68 @@ def test_a_bound_call_is_short(name: str, backend: str, monkeypatch: pytest.Monk
     op.force(backend)
     # the public function gives its arguments to `run`
     assert_short(lambda: run(*given), monkeypatch, others=1)
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports, lazily or for types too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if _file(whole) is not None else node.module
+
+
+def _file(module: str) -> Path | None:
+    place = ROOT.joinpath("src", *module.split("."))
+    found = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return found if found.exists() else None
+
+
+# files below ops/ that an op needs, those that it shares with others included: numbers that may only fall
+MOST_FILES = {"rms_norm": 17, "flash_attention": 22, "gemm": 35}
+
+
+@pytest.mark.parametrize("name", MOST_FILES)
+def test_an_op_needs_few_files(name: str) -> None:
+    needed: set[Path] = set()
+    waiting = [_home(name)]
+    while waiting:
+        path = waiting.pop()
+        if OPS in path.parents and path not in needed:
+            needed.add(path)
+            waiting += [found for module in _imported(path) if (found := _file(module)) is not None]
+    assert len(needed) == MOST_FILES[name], sorted(str(path.relative_to(OPS)) for path in needed)
+
+
+def test_spaces_to_tune_are_in_studies() -> None:
+    found = []
+    for path in OPS.rglob("*.py"):
+        if "study" not in path.parts:
+            names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+            found += [f"{path.relative_to(OPS)}: {name}" for name in names if name.startswith("space")]
+    assert not found, found
+
+
+# modules of an op that rooms above import, beside its call and the op itself (`backend`)
+SEEN_ABOVE = {
+    # what a model's own operations are made of
+    "bench/peers.py": {"wavecrest.ops._flash_decoding.reference", "wavecrest.ops._rope.reference"},
+    "models/xlstm/generation.py": {"wavecrest.ops._gemm.config"},
+    "optimizer/steps/fuse_append.py": {"wavecrest.ops._flash_decoding.key"},
+}
+
+
+def test_rooms_above_see_little_of_an_op() -> None:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src/wavecrest").rglob("*.py"):
+        place = path.relative_to(ROOT / "src/wavecrest")
+        if place.parts[0] in ("ops", "backends"):
+            continue
+        for module in _imported(path):
+            parts = module.split(".")
+            inner = parts[:2] == ["wavecrest", "ops"] and len(parts) > 2 and parts[2] not in SHARED
+            if inner and parts[-1] not in ("call", "backend"):
+                found.setdefault(str(place), set()).add(module)
+    assert found == SEEN_ABOVE
