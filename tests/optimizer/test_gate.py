@@ -18,6 +18,7 @@ from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.gate import ALL_RULES, RULES, Gate, accuracy, behaviour, failures
 from wavecrest.optimizer.gate.inputs import KINDS, Variations
 from wavecrest.optimizer.gate.leaves import collect
+from wavecrest.optimizer.gate.process import ProcessState
 from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.steps.applied import AppliedStep, AppliedSteps
 from wavecrest.records import BucketError
@@ -624,6 +625,20 @@ def test_freed_memory_that_is_filled_holds_nan(monkeypatch: pytest.MonkeyPatch) 
     assert [one.numel() for one in filled] == [one.nbytes for one in tensors for _ in range(behaviour.POISONED_BLOCKS)]
     for place, block in enumerate(filled):
         assert block.view(tensors[place // behaviour.POISONED_BLOCKS].dtype).isnan().all()
+
+
+def test_hooks_on_every_module_that_were_there_before_stay() -> None:
+    said: list[str] = []
+    register = torch.nn.modules.module.register_module_forward_hook
+    before = register(lambda *_: said.append("before"))
+    try:
+        state = ProcessState()
+        register(lambda *_: said.append("candidate's"))
+        assert state.put_back() == ["it left a hook on every module"]
+        nn.Identity()(torch.zeros(1))
+        assert said == ["before"] and state.put_back() == []
+    finally:
+        before.remove()
 
 
 def test_the_page_names_every_rule() -> None:
