@@ -266,7 +266,7 @@ def test_rooms_above_see_little_of_an_op() -> None:
     found: dict[str, set[str]] = {}
     for path in (ROOT / "src/wavecrest").rglob("*.py"):
         place = path.relative_to(ROOT / "src/wavecrest")
-        if place.parts[0] in ("ops", "backends"):
+        if place.parts[0] in ("ops", "backends") or "wavecrest.ops." not in path.read_text(encoding="utf-8"):
             continue
         for module in _imported(path):
             parts = module.split(".")
