@@ -24,9 +24,9 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._flash_attention import config as _config
 from wavecrest.ops._flash_attention import launch as _launch
-from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._flash_attention.call import FlashAttentionCall, key_of
+from wavecrest.ops._flash_attention.config import shape_of
 from wavecrest.ops._flash_attention.kernel import place_of
-from wavecrest.ops._flash_attention.key import key_of, shape_of
 from wavecrest.ops.common.triton import tl, triton
 
 RESIDENT, KEYS, D = 2, 64, 128

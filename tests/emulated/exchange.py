@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import wavecrest.ops.rows.split as _split
+import wavecrest.ops.rows.launch as _launch
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa.emulate import emulated
@@ -25,7 +25,7 @@ def bits(op: str, arch: str, patience: int, resident: int) -> tuple[list[bytes],
     torch.manual_seed(0)
     found = registry.get(op)
     call = found.study.inputs(3, 1000, torch.bfloat16, "cpu")
-    _split.PATIENCE = patience
+    _launch.PATIENCE = patience
     with emulated(arch, resident=resident) as driver:
         results: Any = found.run("triton", call, config=Config(BLOCK_M=1, BLOCK_N=256, PACKED=1, num_warps=1))
         instructions = driver.runs[-1].stats.instructions

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.ops.op_harness import assert_short
 from wavecrest import ops
 from wavecrest.dispatch import registry
 
@@ -76,7 +78,7 @@ def test_folders_have_the_fixed_file_names() -> None:
         own = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
         for name in sorted(own - {"__pycache__"} - GRAMMAR):
             variant = name.startswith(("kernel_", "launch_"))
-            in_family = folder.name in FAMILIES and (name in NAMES or name in {"device", "split", *_subfolders(folder)})
+            in_family = folder.name in FAMILIES and (name in NAMES or name in {"device", *_subfolders(folder)})
             if not variant and not in_family:
                 wrong.append(f"{folder.relative_to(OPS)}/{name}")
         study = {path.stem for path in (folder / "study").glob("*.py")}
@@ -188,40 +190,87 @@ assert inspect.isfunction(wavecrest.ops.gemm) and inspect.isfunction(wavecrest.o
     assert not modules & set(ops.__all__)
 
 
-# wavecrest's Python calls from the public function to the library or the launch, once a signature is bound
-MOST_CALLS = 8
-# those of a launch, which tests/unit/test_launcher.py counts
-LAUNCH_CALLS = 2
+# ops whose backend "torch" loops over experts, tokens or chunks, as PyTorch has no function for them: the launches of
+# a step take the longest
+COMPOSED = {"mlstm_chunkwise", "mlstm_sequence", "mlstm_step", "moe", "slstm_sequence", "slstm_step"}
+SHORT = [
+    (name, backend)
+    for name in NAMES
+    for backend in registry.get(name).backends
+    if backend in ("triton", "c") or (backend == "torch" and name not in COMPOSED)
+]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "linear", "flash_attention"])
+@pytest.mark.parametrize(("name", "backend"), SHORT)
 def test_a_bound_call_is_short(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    x = torch.randn(2, 4, 4, 16)
-    arguments = {"linear": (x, torch.randn(8, 16)), "flash_attention": (x, x, x), "add_rms_norm": (x, x)}
-    given = arguments.get(name, (x,))
-    function = getattr(ops, name)
-    op = registry.get({"linear": "gemm"}.get(name, name))
-    if backend not in op.backends:
-        pytest.skip(f"{name} has no backend {backend}")
+    op = registry.get(name)
+    given = op.study.inputs(*(2, 16, 16, 16)[: len(op.study.sizes)], torch.float32, "cpu")
+    run = op.of_fields(op.call_type)
     op.force(backend)
-    # what is counted ends at the launch
-    starter = "wavecrest.ops.common.launcher.starter"
-    monkeypatch.setattr(starter, lambda *_args, **_options: lambda *_args, **_options: None)
-    calls: list[str] = []
+    # the public function gives its arguments to `run`
+    assert_short(lambda: run(*given), monkeypatch, others=1)
 
-    def count(frame: object, event: str, _argument: object) -> None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        if event == "call" and ("wavecrest" in code.co_filename or code.co_filename.startswith("<signature")):
-            calls.append(code.co_name)
 
-    with torch.no_grad():
-        function(*given)
-        sys.setprofile(count)
-        try:
-            function(*given)
-        finally:
-            sys.setprofile(None)
-    assert 0 < len(calls) <= MOST_CALLS - (LAUNCH_CALLS if backend == "triton" else 0), calls
+def _imported(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports, lazily or for types too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if _file(whole) is not None else node.module
+
+
+def _file(module: str) -> Path | None:
+    place = ROOT.joinpath("src", *module.split("."))
+    found = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return found if found.exists() else None
+
+
+# files below ops/ that an op needs, those that it shares with others included: numbers that may only fall
+MOST_FILES = {"rms_norm": 17, "flash_attention": 22, "gemm": 35}
+
+
+@pytest.mark.parametrize("name", MOST_FILES)
+def test_an_op_needs_few_files(name: str) -> None:
+    needed: set[Path] = set()
+    waiting = [_home(name)]
+    while waiting:
+        path = waiting.pop()
+        if OPS in path.parents and path not in needed:
+            needed.add(path)
+            waiting += [found for module in _imported(path) if (found := _file(module)) is not None]
+    assert len(needed) == MOST_FILES[name], sorted(str(path.relative_to(OPS)) for path in needed)
+
+
+def test_spaces_to_tune_are_in_studies() -> None:
+    found = []
+    for path in OPS.rglob("*.py"):
+        if "study" not in path.parts:
+            names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+            found += [f"{path.relative_to(OPS)}: {name}" for name in names if name.startswith("space")]
+    assert not found, found
+
+
+# modules of an op that rooms above import, beside its call and the op itself (`backend`)
+SEEN_ABOVE = {
+    # what a model's own operations are made of
+    "bench/peers.py": {"wavecrest.ops._flash_decoding.reference", "wavecrest.ops._rope.reference"},
+    "models/xlstm/generation.py": {"wavecrest.ops._gemm.config"},
+    "optimizer/steps/fuse_append.py": {"wavecrest.ops._flash_decoding.key"},
+}
+
+
+def test_rooms_above_see_little_of_an_op() -> None:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src/wavecrest").rglob("*.py"):
+        place = path.relative_to(ROOT / "src/wavecrest")
+        if place.parts[0] in ("ops", "backends") or "wavecrest.ops." not in path.read_text(encoding="utf-8"):
+            continue
+        for module in _imported(path):
+            parts = module.split(".")
+            inner = parts[:2] == ["wavecrest", "ops"] and len(parts) > 2 and parts[2] not in SHARED
+            if inner and parts[-1] not in ("call", "backend"):
+                found.setdefault(str(place), set()).add(module)
+    assert found == SEEN_ABOVE

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import wavecrest
 from tests.ops.op_harness import random
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._flash_attention.backend import op
@@ -281,31 +278,6 @@ def assert_attends(
         if isinstance(one, Tensor):
             assert torch.equal(one.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"
     return got  # type: ignore[no-any-return]
-
-
-def own_calls(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Python calls inside the package of a call whose signature is bound, up to the launch of a kernel."""
-    launched: list[int] = []
-
-    def starter(*_args: Any, **_options: Any) -> Callable[..., None]:
-        return lambda *args, **_options: launched.append(len(args))
-
-    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)
-    root, calls = str(Path(wavecrest.__file__).parent), []
-
-    def count(frame: Any, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            calls.append(frame.f_code.co_name)
-
-    function()
-    launched.clear()
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    # the function that starts a kernel is in the launcher
-    return len(calls) + len(launched)
 
 
 class Accesses:

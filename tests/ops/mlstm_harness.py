@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-import wavecrest
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
@@ -263,31 +258,6 @@ def assert_right(call: MlstmCall, got: Any, want: Exact | None = None, cancels: 
 def run(op: str, call: MlstmCall | MlstmStepCall, config: Config | None = None, backend: str = "triton") -> Any:
     """One backend by name."""
     return OPS[op].run(backend, call, config=config)
-
-
-def own_calls(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Python functions of wavecrest that the second call of a function goes through, up to launches.
-
-    The definition in PyTorch's operations is no part of them.
-    """
-    found: list[str] = []
-    inside = os.path.dirname(wavecrest.__file__)
-
-    def count(frame: Any, event: str, _argument: Any) -> None:
-        place = frame.f_code.co_filename
-        ours = place.startswith((inside, "<signature")) and not place.endswith(("mlstm/reference.py", "mlstm/call.py"))
-        if event == "call" and ours:
-            found.append(frame.f_code.co_name)
-
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args: None)
-        function()
-        sys.setprofile(count)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-    return found
 
 
 def moved(x: Tensor, how: str) -> Tensor:

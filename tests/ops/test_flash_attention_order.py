@@ -16,10 +16,11 @@ from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import config as configs
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention.backend import op
-from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._flash_attention.call import FlashAttentionCall, key_of
+from wavecrest.ops._flash_attention.config import shape_of
 from wavecrest.ops._flash_attention.kernel import place_of
-from wavecrest.ops._flash_attention.key import key_of, shape_of
 from wavecrest.ops._flash_attention.study import compile_cases
+from wavecrest.ops._flash_attention.study.space import space
 from wavecrest.ops.common.triton import tl, triton
 
 TOTALS, TILES, SECTIONS = 29, (1, 2, 3, 7), (1, 2, 3, 5, 8, 29)
@@ -156,7 +157,7 @@ def test_other_calls_and_architectures_keep_their_order() -> None:
     older = Config(**{name: value for name, value in default.kwargs.items() if name != "SECTION_MIB"})
     assert not _launched(causal, "gfx942", older)[0]
     assert misfit(op, key_of(causal), "triton", SECTIONED) == misfit(op, key_of(causal), "triton", SMALL) == ""
-    tried = list(configs.space(shape_of(key_of(causal)), ARCHS["gfx942"]))
+    tried = list(space(key_of(causal), ARCHS["gfx942"]))
     assert {0, 2, 4, 16} == {one["SECTION_MIB"] for one in tried} and len(tried) == len(set(tried))
     # tiles that `wavecrest isa --config` names leave the order as it is
     for order, config in ((True, SMALL), (False, Config(**(SMALL.kwargs | {"SECTION_MIB": 0})))):

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.attention_harness import Accesses, own_calls
-from tests.ops.op_harness import same_bits
+from tests.ops.attention_harness import Accesses
+from tests.ops.op_harness import assert_short, same_bits
 from wavecrest import ops
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -1222,14 +1222,14 @@ def test_a_bound_call_is_short(
     arguments = call._asdict()
     op.pin(op.key(call), "triton", CONFIGS[config], "exact", "measured")
     with torch.no_grad():
-        assert 0 < own_calls(lambda: ops.flash_decoding(**arguments), monkeypatch) <= 8
+        assert_short(lambda: ops.flash_decoding(**arguments), monkeypatch)
     op.unpin()
 
 
 def test_a_bound_call_of_pytorch_is_short(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = case([90, 40], window=20, beyond=0.0, device=device)._asdict()
     op.force("torch")
-    assert 0 < own_calls(lambda: ops.flash_decoding(**call), monkeypatch) <= 8
+    assert_short(lambda: ops.flash_decoding(**call), monkeypatch)
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {

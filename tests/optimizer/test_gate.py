@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
+from wavecrest.measure import numerics
 from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer.checking import check_applied
-from wavecrest.optimizer.gate import ALL_RULES, RULES, Gate, accuracy, failures
+from wavecrest.optimizer.gate import ALL_RULES, RULES, Gate, accuracy, behaviour, failures
 from wavecrest.optimizer.gate.inputs import KINDS, Variations
+from wavecrest.optimizer.gate.leaves import collect
+from wavecrest.optimizer.gate.process import ProcessState
 from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.steps.applied import AppliedStep, AppliedSteps
 from wavecrest.records import BucketError
@@ -594,6 +598,47 @@ def test_elements_may_be_far_off_twice_as_often_as_the_originals_own() -> None:
         rows = list(accuracy.judge("b", "y", lost(count), expected, "float32", "float32", ALL_RULES))
         assert rows[0].passed and all(row.passed for row in rows) == passes, count
     assert rows[-1].rule == "elements" and "off by more than 0.5" in rows[-1].note
+
+
+def test_at_the_edge_a_precision_asked_for_may_lose_half_of_an_answer_at_most() -> None:
+    """The original run in bfloat16 loses a tenth there, eight times of which would be nearly all of the answer."""
+    right = torch.ones(1000, dtype=torch.float64)
+    expected = accuracy.Expected.of("y", right.float(), right, edge=True, hold=1 << 30)
+    expected.lowered["bfloat16"] = (numerics.compare(right.float() * 0.9, right), [0, 0, 1000])
+    for lost, passes in ((0.49, True), (0.51, False)):
+        rows = accuracy.judge("b", "y", right.float() * (1 - lost), expected, "bfloat16", "float32", ALL_RULES)
+        assert all(row.passed for row in rows) == passes, lost
+
+
+def test_freed_memory_that_is_filled_holds_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the sizes of an answer's tensors, which hold NaN in each of their dtypes."""
+    filled: list[Tensor] = []
+    full = torch.full
+
+    def kept(*args: Any, **options: Any) -> Tensor:
+        filled.append(full(*args, **options))
+        return filled[-1]
+
+    monkeypatch.setattr(torch, "full", kept)
+    tensors = [torch.zeros(6), torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.float64)]
+    behaviour.poison(collect(tensors))
+    assert [one.numel() for one in filled] == [one.nbytes for one in tensors for _ in range(behaviour.POISONED_BLOCKS)]
+    for place, block in enumerate(filled):
+        assert block.view(tensors[place // behaviour.POISONED_BLOCKS].dtype).isnan().all()
+
+
+def test_hooks_on_every_module_that_were_there_before_stay() -> None:
+    said: list[str] = []
+    register = torch.nn.modules.module.register_module_forward_hook
+    before = register(lambda *_: said.append("before"))
+    try:
+        state = ProcessState()
+        register(lambda *_: said.append("candidate's"))
+        assert state.put_back() == ["it left a hook on every module"]
+        nn.Identity()(torch.zeros(1))
+        assert said == ["before"] and state.put_back() == []
+    finally:
+        before.remove()
 
 
 def test_the_page_names_every_rule() -> None:

@@ -16,6 +16,7 @@ from wavecrest.ops import pack
 from wavecrest.optimizer.gate import untouched
 from wavecrest.optimizer.gate.inputs import Variations
 from wavecrest.optimizer.gate.site import Site
+from wavecrest.optimizer.gate.snapshot import Snapshot
 from wavecrest.optimizer.gate.untouched import ROW, Untouched, checksum, checksums
 
 
@@ -158,3 +159,19 @@ def test_packed_weights_are_put_back_by_their_parts() -> None:
         no_grad_write(getattr(model[0].weight, part))
         site.put_back()
     assert held.put_back() == [] and torch.equal(model(work.buckets["default"].args[0]), before)
+
+
+class Counter:
+    """An object among the arguments, with a value of its own."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(2)
+
+
+def test_attributes_that_a_call_adds_to_an_argument_are_taken_away() -> None:
+    counter = Counter()
+    kept = counter.value
+    snapshot = Snapshot([("counter", counter)])
+    counter.more, counter.value = torch.ones(1), torch.ones(2)  # type: ignore[attr-defined]
+    snapshot.restore_containers()
+    assert vars(counter) == {"value": kept}

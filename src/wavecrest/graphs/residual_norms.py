@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from wavecrest import ops
 from wavecrest.errors import InvalidArgument
 from wavecrest.graphs.nodes import argument, memories, tensors, value, written_memory
-from wavecrest.ops.rows.add_layer_norm import _op as _layer
-from wavecrest.ops.rows.add_layer_norm import add_layer_norm
-from wavecrest.ops.rows.add_rms_norm import _op as _rms
-from wavecrest.ops.rows.add_rms_norm import add_rms_norm
 from wavecrest.ops.rows.call import RowCall
 
 ADDITIONS = (operator.add, torch.add, "add", "__add__")
@@ -156,7 +153,9 @@ def _operand(node: Any, targets: tuple[Any, ...]) -> fx.Node | None:
 
 
 def _ops(kind: str) -> tuple[Callable[..., Any], Any]:
-    return (add_layer_norm, _layer) if kind == "layer" else (add_rms_norm, _rms)
+    if kind == "layer":
+        return ops.add_layer_norm, ops.get("add_layer_norm")
+    return ops.add_rms_norm, ops.get("add_rms_norm")
 
 
 def _call(norm: Norm) -> RowCall | None:

@@ -75,10 +75,10 @@ class Appended(_Held):
         self.layer, self.k, self.v, self._update, self._checks = layer, k, v, update, checks
 
     def call(self, query: Unrotated, ends: Tensor) -> FlashDecodingCall:
-        """The call that rotates `query` and the new keys, and writes these and the values behind the layer's last.
+        """The call that rotates `query` and the new keys, and appends the new keys and values to the layer's cache.
 
-        The layer's length is moved on here, as its own update does it. `ends`, int32 [B]: where the keys end that
-        queries see. A mask says that for all layers alike, while each layer writes behind its own last token.
+        It also adds the new tokens to the layer's length, as the layer's own update does. `ends`, int32 [B]: number of
+        keys that queries see. The mask gives one number for all layers; each layer appends after its own tokens.
         """
         layer, k = self.layer, self.k
         batch, _, count, _ = query.x.shape

@@ -123,7 +123,9 @@ class _Run:
         return found
 
     def claim(self, name: str, unit: Unit, looks: Mapping[int, float]) -> Claim:
-        """The claim that the processes or phases of a measurement support, its tails those of a look at as many.
+        """The claim that the processes or phases of a measurement support.
+
+        The tails of its interval are those of the look after that number of pairs.
 
         Raises:
             InvalidArgument: see `pairs`; or they are not numbered from one.

@@ -160,7 +160,7 @@ class Found:
     kept: dict[str, str]
 
     def leave(self, readers: dict[str, str]) -> None:
-        """Keep layers whose weight an operation outside of them reads, which takes no packed one.
+        """Leave out layers whose weight is also read by an operation outside of them, as that takes no packed weight.
 
         Raises:
             InvalidArgument: no layer is left.

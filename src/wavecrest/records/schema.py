@@ -431,10 +431,10 @@ class Check(Model):
 
 
 class BundleRecord(Model):
-    """`wavecrest verify --bundle`.
+    """Record of `wavecrest verify --bundle`.
 
-    `outcome`: confirmed (everything that was checked holds), not confirmed (something does not, or could not be
-    decided), other machine (what does not depend on the machine holds, and the speed cannot be compared here).
+    `outcome`: "confirmed": everything that was checked holds; "not confirmed": a check failed or could not be decided;
+    "other machine": all that does not depend on the machine holds, and the speed cannot be compared here.
     """
 
     kind: Literal["bundle"] = "bundle"

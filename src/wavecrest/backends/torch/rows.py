@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wavecrest.backends.torch.common import PRIORITY, other_dtype
 from wavecrest.dispatch import registry
+from wavecrest.ops.common.quantized import dequantized
 from wavecrest.ops.rows.call import RowCall
 
 # columns that PyTorch's kernels for a GPU count in 32 bits
@@ -25,6 +26,10 @@ def _refuse_wide(call: RowCall) -> str | None:
 
 def _refuse(call: RowCall) -> str | None:
     return other_dtype(call.x, weight=call.weight, bias=call.bias) or _refuse_wide(call)
+
+
+def _refuse_nothing(_call: RowCall) -> None:
+    return None
 
 
 def _bind_norm(call: RowCall) -> Callable[[RowCall], Any]:
@@ -53,6 +58,17 @@ def _bind_softmax(_call: RowCall) -> Callable[[RowCall], Tensor]:
     return lambda call: torch.softmax(call.x, -1)
 
 
+def _bind_dequantize(call: RowCall) -> Callable[[RowCall], Tensor]:
+    """The definition, with the granularity that the shape of the scale says."""
+    how = call.quantization
+    assert how is not None
+
+    def run(call: RowCall) -> Tensor:
+        return dequantized(call.x.float(), how._replace(scale=call.scale))
+
+    return run
+
+
 def _run(bind: Callable[[RowCall], Callable[[RowCall], Any]], call: RowCall) -> Any:
     return bind(call)(call)
 
@@ -63,13 +79,13 @@ for _name, _bind, _refusal in (
     ("layer_norm", _bind_norm, _refuse),
     ("add_layer_norm", _bind_norm, _refuse),
     ("softmax", _bind_softmax, _refuse_wide),
+    ("dequantize", _bind_dequantize, _refuse_nothing),
 ):
     registry.get(_name).attach("torch", partial(_run, _bind), refuse=_refusal, priority=PRIORITY, bind=_bind)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (
     "quantize_int8",
     "quantize_fp8",
-    "dequantize",
     "rms_norm_quantize",
     "add_rms_norm_quantize",
     "layer_norm_quantize",

@@ -32,7 +32,7 @@ class Type(NamedTuple):
         return ("i" if self.kind == "i" else "u") + ("32" if self.bits <= 32 else "64" if self.bits <= 64 else "128")
 
 
-U1, I32, U32, U64 = Type("u", 1), Type("i", 32), Type("u", 32), Type("u", 64)
+U1, I32, U32 = Type("u", 1), Type("i", 32), Type("u", 32)
 F16, F32, F64 = Type("f", 16), Type("f", 32), Type("f", 64)
 _SUFFIX = re.compile(r"(bf|[uifb])(\d+)$")
 

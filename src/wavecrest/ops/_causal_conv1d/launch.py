@@ -16,9 +16,15 @@ from wavecrest.ops._causal_conv1d.kernel import _causal_conv1d_kernel
 
 def _tensors(call: CausalConv1dCall, y: Tensor) -> tuple[Tensor, ...]:
     """The tensors that the kernel gets; x stands for those that a call does not have."""
-    x = call.x
-    bias, initial, lens = (x if one is None else one for one in (call.bias, call.initial, call.seq_lens))
-    return x, call.weight, bias, initial, lens, y
+    x, bias, initial, lens = call.x, call.bias, call.initial, call.seq_lens
+    return (
+        x,
+        call.weight,
+        x if bias is None else bias,
+        x if initial is None else initial,
+        x if lens is None else lens,
+        y,
+    )
 
 
 def _between(x: Tensor) -> tuple[int, int]:

@@ -133,7 +133,7 @@ class Conv2dCall(NamedTuple):
 
 
 def with_pairs(call: Conv2dCall) -> Conv2dCall:
-    """The same call with (along H, along W) for stride, padding and dilation: of a call that pads both sides alike."""
+    """The same call with pairs (along H, along W) as stride, padding and dilation; both sides must be padded alike."""
     above, _, left, _ = call.pads
     return call._replace(stride=call.strides, padding=(above, left), dilation=call.dilations)
 

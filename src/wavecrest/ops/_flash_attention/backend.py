@@ -17,8 +17,8 @@ from wavecrest.dispatch.keys import name_of, needs_grad
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops._flash_attention.call import FlashAttentionCall, check
-from wavecrest.ops._flash_attention.key import KEY_FIELDS, key_of, shape_of
+from wavecrest.ops._flash_attention.call import KEY_FIELDS, FlashAttentionCall, access, check, key_of
+from wavecrest.ops._flash_attention.config import shape_of
 from wavecrest.ops._flash_attention.reference import reference
 
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
@@ -64,7 +64,7 @@ def hopper_config(key: Key) -> Config:
 
 
 def _refuse_hopper(call: FlashAttentionCall) -> str | None:
-    return refuse(call) or _hopper.refusal(call, _launch.access(call))
+    return refuse(call) or _hopper.refusal(call, access(call))
 
 
 def _opt_in_hopper(_call: FlashAttentionCall) -> str | None:

@@ -1,4 +1,4 @@
-"""A call of attention: its arguments, their checks, and what follows from their shapes."""
+"""A call of attention: its arguments, their checks, what follows from their shapes and strides, and its shape key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -21,6 +24,14 @@ MAX_HEAD_DIM = 256
 MAX_LENGTH = 1 << 29
 # more heads than any published model has: 232 (Falcon 180B) was the most on 2026-11-25
 MANY_HEADS = 256
+
+# the contiguous dimension, by the kernel's number for it
+ANY, COLUMNS, TOKENS = 0, 1, 2
+ORDERS = ("any", "columns", "tokens")
+KEY_FIELDS = (
+    "batch", "queries", "keys", "heads", "kv_heads", "d", "dv", "dtype", "packed", "left", "right", "diagonal",
+    "bias", "alibi", "softcap", "sinks", "lse", "access", "device", "grad",
+)  # fmt: skip
 
 Window = tuple[int, int]
 
@@ -378,3 +389,78 @@ def _check_dropout(call: FlashAttentionCall) -> None:
             raise InvalidArgument("flash_attention: dropout_p above 0 needs a seed, a whole number from 0 below 2**64")
     elif not _is_length(seed) or seed >= 2**64:
         raise InvalidArgument(f"flash_attention: seed must be a whole number from 0 below 2**64, got {seed!r}")
+
+
+class Walk(NamedTuple):
+    """How a tensor [B, H, S, D] is indexed: what is contiguous, strides in units of `align`."""
+
+    order: int
+    align: int
+    strides: tuple[int, int, int, int]
+
+
+def walk(tensor: Tensor) -> Walk:
+    """How q, k, v or bias is indexed as [B, H, S, D]; packed sequences are one, at a stride of 0."""
+    # a stride says nothing where there is one element
+    b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if d == 1 or tensor.shape[3] == 1:
+        align = _layout.alignment(0, (b, h, s))
+        return Walk(COLUMNS, align, (b // align, h // align, s // align, 1))
+    if s == 1:
+        align = _layout.alignment(0, (b, h, d))
+        return Walk(TOKENS, align, (b // align, h // align, 1, d // align))
+    align = _layout.alignment(0, (b, h, s, d))
+    return Walk(ANY, align, (b // align, h // align, s // align, d // align))
+
+
+def access(call: FlashAttentionCall) -> str:
+    """The contiguous dimension of q, k and v, the bytes of an access to them, up to 16, and whether one is expanded."""
+    views = [call.bhsd(one) for one in (call.q, call.k, call.v)]
+    walks = [walk(one) for one in views]
+    again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
+    names = [ORDERS[one.order] for one in walks]
+    together = names[0] if len(set(names)) == 1 else " ".join(names)
+    width = min(16, min(one.align for one in walks) * call.k.element_size())
+    return f"{together} {width}{' expanded' if again else ''}"
+
+
+def _dtypes(call: FlashAttentionCall) -> str:
+    """q's dtype; with 8-bit k and v also theirs, "p" for 8-bit weights, a chosen out_dtype; "dropout"."""
+    words = [dtype_name(call.q)]
+    if call.quantized:
+        if call.q.dtype != call.k.dtype:
+            words.append(f"kv {dtype_name(call.k)}")
+        if call.p_descale is not None:
+            words.append("p")
+        if call.dtype != call._replace(out_dtype=None).dtype:
+            words.append(f"to {str(call.dtype).removeprefix('torch.')}")
+    if call.dropout:
+        words.append("dropout")
+    return " ".join(words)
+
+
+def key_of(call: FlashAttentionCall) -> Key:
+    """The shape key of a call; `left` and `right` −1 where nothing is hidden on that side."""
+    return (
+        row_bucket(call.batch),
+        row_bucket(call.seqlen_q),
+        row_bucket(call.seqlen_k),
+        call.heads,
+        call.kv_heads,
+        call.head_dim,
+        call.head_dim_v,
+        _dtypes(call),
+        call.packed,
+        row_bucket(call.left),
+        row_bucket(call.right),
+        # words: inside torch.compile a comparison of lengths is no constant
+        "blind" if call.blind else "square" if call.square else "other",
+        None if call.bias is None else dtype_name(call.bias),
+        call.alibi_slopes is not None,
+        call.capped,
+        call.sinks is not None,
+        call.return_lse,
+        access(call),
+        call.q.device.type,
+        needs_grad(*call.differentiable),
+    )

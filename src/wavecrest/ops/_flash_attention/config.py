@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
+from wavecrest.ops._flash_attention.call import KEY_FIELDS
 from wavecrest.ops._flash_attention.launch import multiplies
 
 
@@ -31,11 +32,31 @@ class Shape(NamedTuple):
     window: bool = False
 
 
+def shape_of(key: Key) -> Shape:
+    """The parts of a key that a configuration depends on."""
+    part = dict(zip(KEY_FIELDS, key, strict=True))
+    words = part["dtype"].split()
+    bits = 32 if words[0] in ("float32", "float64") else 16 if words[0] in ("float16", "bfloat16") else 8
+    dropout = "dropout" in words
+    more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0, dropout].count(True)
+    kv_dtype = words[0] if bits == 8 else words[2] if "kv" in words else None
+    return Shape(
+        part["queries"],
+        max(part["d"], part["dv"]),
+        bits,
+        part["right"] >= 0,
+        more,
+        kv_dtype,
+        dropout,
+        part["left"] >= 0,
+    )
+
+
 # BLOCK_M, BLOCK_N, num_warps, num_stages
-_Tile = tuple[int, int, int, int]
+Tile = tuple[int, int, int, int]
 
 
-def _nvidia(shape: Shape) -> _Tile:
+def _nvidia(shape: Shape) -> Tile:
     """With D = 128, 128 rows in 8 warps, or 64 in 4, have 128 registers a thread for accumulators and scores."""
     if shape.bits == 32:
         # without matrix units: each thread multiplies its part from registers
@@ -70,7 +91,7 @@ def _wide_matrix(shape: Shape, arch: Arch | None) -> bool:
     return shape.bits == 16 and shape.kv_dtype is None and not shape.more and 64 < shape.head_dim <= 128
 
 
-def _cdna(shape: Shape, arch: Arch) -> _Tile:
+def _cdna(shape: Shape, arch: Arch) -> Tile:
     """32 rows a wave, as then k and v go from LDS to registers no slower than MFMA multiplies them.
 
     A step of k and v of 64 keys takes as long through LDS (128 bytes a cycle) with 32 rows a wave as half of its
@@ -101,7 +122,7 @@ def _cdna(shape: Shape, arch: Arch) -> _Tile:
     return 64, 32, 8, 2
 
 
-def _rdna(shape: Shape, arch: Arch) -> _Tile:
+def _rdna(shape: Shape, arch: Arch) -> Tile:
     """256 registers a thread of a wave of 32; on gfx11 each half of a wave holds the operands of all of it."""
     if shape.bits == 32:
         # without matrix instructions for it
@@ -116,8 +137,8 @@ def _rdna(shape: Shape, arch: Arch) -> _Tile:
     return 64, 16 if shape.more and shape.head_dim > 64 else 32, 4, 1
 
 
-def _made(shape: Shape, arch: Arch | None, tile: _Tile, matrix: int = 16) -> Config:
-    """`matrix`: rows of a matrix instruction, where a program has 128 rows in 4 waves."""
+def made_of(shape: Shape, arch: Arch | None, tile: Tile, matrix: int = 16) -> Config:
+    """The configuration of a tile. `matrix`: rows of a matrix instruction, where a program has 128 rows in 4 waves."""
     rows, keys, warps, stages = tile
     # no more rows than there are queries
     fewer = max(16, min(rows, _layout.power_of_two(shape.seqlen_q)))
@@ -139,68 +160,7 @@ def _made(shape: Shape, arch: Arch | None, tile: _Tile, matrix: int = 16) -> Con
 def default(shape: Shape, arch: Arch | None) -> Config:
     """The tile that registers and LDS have room for, for as many rows as there are."""
     if arch is None or arch.vendor == "nvidia":
-        return _made(shape, arch, _nvidia(shape))
+        return made_of(shape, arch, _nvidia(shape))
     if arch.wave_size == 64:
-        return _made(shape, arch, _cdna(shape, arch), 32 if _wide_matrix(shape, arch) else 16)
-    return _made(shape, arch, _rdna(shape, arch))
-
-
-# tiles that `wavecrest tune flash_attention` tries of 16-bit types
-_ON_NVIDIA = (
-    (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
-    (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (16, 64, 4, 3), (16, 128, 4, 3), (32, 64, 4, 3),
-    (16, 32, 4, 3),
-)  # fmt: skip
-_ON_AMD = (
-    (128, 64, 4, 2), (128, 64, 4, 1), (128, 32, 4, 2), (128, 128, 4, 1), (128, 128, 8, 2), (256, 64, 8, 2),
-    (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 2), (32, 32, 4, 1), (16, 64, 4, 2),
-    (16, 128, 4, 2), (16, 32, 4, 1),
-)  # fmt: skip
-# and those of them and others that it tries with matrix instructions of 32 rows, on gfx942 and gfx950
-_WIDE_ON_AMD = (
-    (128, 64, 4, 1), (128, 32, 4, 2), (128, 32, 4, 1), (256, 64, 8, 1), (256, 64, 8, 2), (256, 128, 8, 1),
-    (64, 64, 2, 1), (64, 32, 2, 1),
-)  # fmt: skip
-# and of float32
-_SINGLE = ((32, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
-
-
-def space(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first; none that needs more LDS than there is."""
-    first = default(shape, arch)
-    yield first
-    seen = {first}
-    if "SECTION_MIB" in first:
-        # head after head, and what half of the L2 cache holds, or a cache behind it
-        for mib in (0, int(arch.l2_mib) // 2, 4 * int(arch.l2_mib)):
-            made = Config(**(first.kwargs | {"SECTION_MIB": mib}))
-            seen.add(made)
-            yield made
-    tiles = _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD
-    for tile in [one for one in tiles if _fits(one, shape, arch)]:
-        one = _made(shape, arch, tile)
-        waves = (0, 2) if "waves_per_eu" in one else ()
-        for made in [Config(**(one.kwargs | {"waves_per_eu": n})) for n in waves] or [one]:
-            if made not in seen:
-                seen.add(made)
-                yield made
-    if shape.bits != 32 and arch.name in ("gfx942", "gfx950"):
-        for tile in [one for one in _WIDE_ON_AMD if _fits(one, shape, arch)]:
-            wide = {"waves_per_eu": 2, "matrix_instr_nonkdim": 32}
-            made = Config(**(_made(shape, arch, tile).kwargs | wide))
-            if made not in seen:
-                seen.add(made)
-                yield made
-
-
-def _fits(tile: _Tile, shape: Shape, arch: Arch) -> bool:
-    """True if a tile has no more rows than there are queries, and room in LDS and registers."""
-    rows, keys, warps, stages = tile
-    width = max(16, _layout.power_of_two(shape.head_dim))
-    kept = max(1, stages - 1) if arch.vendor == "amd" else stages
-    # k and v of the stages, and q
-    if width * (2 * kept * keys + rows) * shape.bits // 8 > arch.lds_kib << 10:
-        return False
-    # sums and scores, at most 160 registers a lane
-    sums = rows * (width + keys) <= 160 * warps * arch.wave_size
-    return sums and rows <= max(16, _layout.power_of_two(shape.seqlen_q))
+        return made_of(shape, arch, _cdna(shape, arch), 32 if _wide_matrix(shape, arch) else 16)
+    return made_of(shape, arch, _rdna(shape, arch))

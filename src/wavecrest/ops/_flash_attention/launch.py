@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +15,14 @@ import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_attention.call import EIGHT_BITS, FlashAttentionCall
+from wavecrest.ops._flash_attention.call import COLUMNS, EIGHT_BITS, FlashAttentionCall, Walk, walk
 from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 from wavecrest.ops.common.triton import tl
 
-# the contiguous dimension, by the kernel's number for it
-ANY, COLUMNS, TOKENS = 0, 1, 2
-ORDERS = ("any", "columns", "tokens")
 # matrix units take no fewer, of 8-bit values no fewer than the second
 LEAST_BLOCK, LEAST_BLOCK_8_BITS = 16, 32
 # offsets in a tile from which on 32 bits are too few
 FAR = 1 << 31
-
-
-class Walk(NamedTuple):
-    """How a tensor [B, H, S, D] is indexed: what is contiguous, strides in units of `align`."""
-
-    order: int
-    align: int
-    strides: tuple[int, int, int, int]
-
-
-def walk(tensor: Tensor) -> Walk:
-    """How q, k, v or bias is indexed as [B, H, S, D]; packed sequences are one, at a stride of 0."""
-    # a stride says nothing where there is one element
-    b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if d == 1 or tensor.shape[3] == 1:
-        align = _layout.alignment(0, (b, h, s))
-        return Walk(COLUMNS, align, (b // align, h // align, s // align, 1))
-    if s == 1:
-        align = _layout.alignment(0, (b, h, d))
-        return Walk(TOKENS, align, (b // align, h // align, 1, d // align))
-    align = _layout.alignment(0, (b, h, s, d))
-    return Walk(ANY, align, (b // align, h // align, s // align, d // align))
-
-
-def access(call: FlashAttentionCall) -> str:
-    """The contiguous dimension of q, k and v, the bytes of an access to them, up to 16, and whether one is expanded."""
-    views = [call.bhsd(one) for one in (call.q, call.k, call.v)]
-    walks = [walk(one) for one in views]
-    again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
-    names = [ORDERS[one.order] for one in walks]
-    together = names[0] if len(set(names)) == 1 else " ".join(names)
-    width = min(16, min(one.align for one in walks) * call.k.element_size())
-    return f"{together} {width}{' expanded' if again else ''}"
 
 
 def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:

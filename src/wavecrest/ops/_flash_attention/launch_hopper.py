@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,36 +54,14 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
 def default(shape: Shape) -> Config:
     """128 queries, 64 of a group: sums and scores of 128 keys are 128 registers of 240. Two stages."""
     if shape.head_dim > 128:
-        return _made(128, 64, 2, 1)
-    return _made(128, 128, 2, 1)
+        return made_of(128, 64, 2, 1)
+    return made_of(128, 128, 2, 1)
 
 
-def _made(rows: int, keys: int, stages: int, turns: int) -> Config:
+def made_of(rows: int, keys: int, stages: int, turns: int) -> Config:
+    """The configuration of a tile; `turns`: 1 where the groups take turns."""
     # warps of the group that the launch counts; the kernel adds the other groups, and has stages of its own
     return Config(BLOCK_M=rows, BLOCK_N=keys, STAGES=stages, TURNS=turns, num_warps=4, num_stages=1)
-
-
-# queries, keys, stages, whether the groups take turns
-_TILES = (
-    (128, 128, 2, 1), (128, 128, 2, 0), (128, 64, 2, 1), (128, 64, 2, 0), (128, 64, 4, 1), (128, 128, 3, 1),
-    (256, 64, 3, 1), (256, 64, 3, 0),
-)  # fmt: skip
-
-
-def space(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first."""
-    first = default(shape)
-    yield first
-    width = max(LEAST_BLOCK, _layout.power_of_two(shape.head_dim))
-    for tile in _TILES:
-        rows, keys, stages, _ = tile
-        made = _made(*tile)
-        # q; k and v of each stage; barriers
-        needed = 2 * width * (rows + 2 * stages * keys) + 1024
-        # sums, scores and weights of a thread
-        held = rows // GROUPS * (width + keys + keys // 2) // 128
-        if made != first and needed <= arch.lds_kib << 10 and held <= 200:
-            yield made
 
 
 def launch(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import wavecrest.ops.common.layout as _layout
@@ -122,22 +120,3 @@ def default(shape: Shape, arch: Arch | None) -> Config:
         splits = max(1, PROGRAMS["nvidia" if arch is None else arch.vendor] * units // shape.pairs)
         chunk = _layout.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _layout.ceil_div(shape.capacity, splits))))
     return Config(BLOCK_M=rows, BLOCK_N=keys, CHUNK=max(chunk, keys), num_warps=warps, num_stages=stages)
-
-
-def space(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first: other tiles, and more or fewer splits."""
-    first = default(shape, arch)
-    yield first
-    seen = {first}
-    nvidia = arch.vendor == "nvidia"
-    stages = ((3, 5) if shape.page > 0 else (2, 3)) if nvidia else (1, 2)
-    waves = (2, 4) if nvidia else (1, 2, 4)
-    halves = (1, 2) if nvidia else (1, 2, 4)
-    for keys, warps, deep, finer in itertools.product((16, 32, 64, 128), waves, stages, halves):
-        # the batch must not change how keys are split
-        chunk = first["CHUNK"] if shape.pairs == 0 else max(keys, first["CHUNK"] // finer)
-        taken = keys * max(16, _layout.power_of_two(shape.head_dim)) * shape.kv_bits // 8 * 2 * deep
-        made = Config(BLOCK_M=first["BLOCK_M"], BLOCK_N=keys, CHUNK=chunk, num_warps=warps, num_stages=deep)
-        if taken <= arch.lds_kib << 10 and chunk % keys == 0 and made not in seen:
-            seen.add(made)
-            yield made

@@ -17,7 +17,7 @@ _run = _op.of_fields(MemcpyCall)
 
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:
-    """Move the bytes of a tensor through the memory of its device once: to measure bandwidth, not to save a line.
+    """Move the bytes of a tensor through the memory of its device once, to measure its bandwidth.
 
     Args:
         x: contiguous, of any dtype but complex, a multiple of 16 bytes.

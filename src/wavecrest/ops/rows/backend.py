@@ -9,14 +9,13 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
-import wavecrest.ops.rows.split as _split
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name, name_of
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops.rows.call import KEY_FIELDS, QUANTIZED_FIELDS, RowCall, Spec, check, key_of
 from wavecrest.ops.rows.config import Shape, configured
-from wavecrest.ops.rows.launch import bind
+from wavecrest.ops.rows.launch import bind, refuse_width
 from wavecrest.ops.rows.reference import reference
 
 # by the op's name, for the study of the row ops
@@ -69,7 +68,7 @@ def refuse(call: RowCall) -> str | None:
             return reason
     rounding, static = (None, False) if how is None else (how.granularity, how.scale is not None)
     tiled = Shape(call.kind, dtype, rounding=rounding, static=static).tiled
-    return _checks.kernel_refusal(dtype, x.device.type, call.leading, call.needs_grad) or _split.refusal(
+    return _checks.kernel_refusal(dtype, x.device.type, call.leading, call.needs_grad) or refuse_width(
         x.shape[-1], not tiled
     )
 

@@ -1,4 +1,4 @@
-"""The row kernel's arguments and launches."""
+"""The row kernel's arguments and launches, and rows split over several programs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,53 @@ import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
-import wavecrest.ops.rows.split as _split
+import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.rows.call import RowCall
 from wavecrest.ops.rows.kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel
+
+# looks at what other programs of a row have published before a program works their share out by itself (a few ms);
+# at least 1 where it is compiled, as triton 3.6 aborts on a loop that it knows not to run
+PATIENCE = 1 << 14
+# columns of a row whose programs exchange numbers. All of a row must run at once: those that wait for one that cannot
+# start work out all shares themselves, one after the other. A row of 2²⁸ columns had no answer in 30 s (H200,
+# 2026-11-25)
+MOST_EXCHANGED = 1 << 20
+# columns that 32 bits count, the last program's block among them
+MOST_COUNTED = (1 << 31) - (1 << 16)
+
+
+def refuse_width(columns: int, exchanges: bool) -> str | None:
+    """The reason why the kernel takes no row of that width; `exchanges`: a result needs all of its row."""
+    if exchanges and columns > MOST_EXCHANGED:
+        return f"splits rows over programs that run at once: up to {MOST_EXCHANGED} columns, not {columns}"
+    return f"counts columns in 32 bits, and there are {columns}" if columns > MOST_COUNTED else None
+
+
+def patience() -> int:
+    """PATIENCE; 0 in the interpreter, which runs one program after another."""
+    return 0 if _triton.interpreted else PATIENCE
+
+
+def parts_of(columns: int, config: Config) -> int:
+    """Over how many programs a row is split.
+
+    Raises:
+        InvalidArgument: several rows a program, and a row wider than it.
+    """
+    count = max(1, (columns + config["BLOCK_N"] - 1) // config["BLOCK_N"])
+    if count > 1 and config["BLOCK_M"] != 1:
+        raise InvalidArgument(f"a row of {columns} columns can be split only with one row a program, not by {config!r}")
+    return count
+
+
+def slots_shape(x: Tensor, config: Config, exchanges: int) -> tuple[int, ...] | None:
+    """The shape of the zeros that split rows exchange through; None where rows are not split."""
+    count = parts_of(x.shape[-1], config)
+    return None if count == 1 else (_layout.row_count(x), exchanges, count)
 
 
 def launch(
@@ -44,7 +84,7 @@ def launch(
     rows, leading, size1, size2, strides = _layout.layout(*operands)
     columns = x.shape[-1]
     align = _layout.alignment(columns, *strides)
-    parts = _split.parts(columns, config)
+    parts = parts_of(columns, config)
     early, options = _pdl.start_of(config, arch)
     return _launcher.Launch(
         _row_kernel,
@@ -85,7 +125,7 @@ def launch(
             "EVEN": columns % config["BLOCK_N"] == 0,
             "PARTS": _words(parts, config, arch),
             "FINITE": call.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
-            "PATIENCE": _split.patience(),
+            "PATIENCE": patience(),
             "LOOK": _target.look(arch) if parts > 1 else 0,
             "PDL": _pdl.overlaps(arch),
             "EARLY": early,
@@ -140,7 +180,7 @@ def bind_outputs(call: RowCall) -> Callable[[RowCall], tuple[Tensor, Tensor, Ten
 
 def _bind_slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor] | None:
     """A function that allocates zeroed slots, through which programs exchange numbers; None if they exchange none."""
-    shape, device = _split.slots_shape(x, config, exchanges=2), x.device
+    shape, device = slots_shape(x, config, exchanges=2), x.device
     if rounding == WHOLE:
         return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=device)
     if shape is None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.quantized as _quantized
 from wavecrest.ops.rows.call import RowCall
 
@@ -26,9 +25,10 @@ def _softmax(y: Tensor) -> Tensor:
 def reference(call: RowCall) -> Any:
     """The results in float32 (float64 for float64) inside, rounded once."""
     x, how = call.x, call.quantization
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     # the norm is that of the rounded sum, as in a model that adds first
-    h = x if call.residual is None else (_checks.widen(x) + _checks.widen(call.residual)).to(x.dtype)
-    y = _checks.widen(h)
+    h = x if call.residual is None else (x.to(wide) + call.residual.to(wide)).to(x.dtype)
+    y = h.to(wide)
     if call.kind == "scaled":
         return _quantized.dequantized(y, how)
     if call.kind == "softmax":

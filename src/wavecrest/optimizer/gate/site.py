@@ -125,7 +125,6 @@ class Site:
         self.notes: list[str] = []
         self._roots = [*((f"args[{i}]", value) for i, value in enumerate(inputs.args)), *inputs.kwargs.items()]
         self.snapshot = Snapshot([*self._roots, *tracked_state(model).items()])
-        self._caller = {path for path, _ in inputs.tensors()}
         # the candidate's own tensors that stand for tracked ones, by path
         self._stand_ins: dict[str, Tensor] = {}
         self._owners = self._owned_by(model)

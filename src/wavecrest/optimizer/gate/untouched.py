@@ -74,7 +74,8 @@ class Untouched:
         """Put everything back.
 
         Returns:
-            What somebody else than the original changed: "parameter net.2.bias", "input args[0] of bucket b1".
+            Names of what was changed by anything but the original's own calls: "parameter net.2.bias", "input args[0]
+            of bucket b1".
 
         Raises:
             EnvironmentProblem: a weight was changed, and there was no memory for a copy of it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -12,13 +11,13 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
-from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.study import KernelStudy, Study
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_attention.call import FlashAttentionCall
-from wavecrest.ops._flash_attention.key import key_of, shape_of
-from wavecrest.ops._flash_attention.study import cases
+from wavecrest.ops._flash_attention.call import FlashAttentionCall, key_of
+from wavecrest.ops._flash_attention.config import shape_of
+from wavecrest.ops._flash_attention.study import cases, space
 from wavecrest.ops._flash_attention.study.work import work
 
 
@@ -33,8 +32,8 @@ def studies() -> dict[str, Study[FlashAttentionCall]]:
         emulate_cases=cases.emulated,
         call_of_key=cases.call_of_key,
         kernels={
-            "triton": KernelStudy(_space, _launches, partial(work, "triton")),
-            "triton_hopper": KernelStudy(_hopper_space, _hopper_launches, partial(work, "triton_hopper")),
+            "triton": KernelStudy(space.space, _launches, partial(work, "triton")),
+            "triton_hopper": KernelStudy(space.space_hopper, _hopper_launches, partial(work, "triton_hopper")),
         },
     )
     return {"flash_attention": study}
@@ -71,14 +70,6 @@ def cost(call: FlashAttentionCall) -> Cost:
         moved += 0 if small is None else small.nbytes
     moved += 4 * call.q.numel() // call.head_dim if call.return_lse else 0
     return Cost(flops=2 * pairs * call.heads * (call.head_dim + call.head_dim_v), bytes=moved)
-
-
-def _space(key: Key, arch: Arch) -> Iterator[Config]:
-    return _config.space(shape_of(key), arch)
-
-
-def _hopper_space(key: Key, arch: Arch) -> Iterator[Config]:
-    return _hopper.space(shape_of(key), arch)
 
 
 def _launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:

@@ -10,8 +10,8 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned.cost_model import Work
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_attention.config import Shape
-from wavecrest.ops._flash_attention.key import KEY_FIELDS, shape_of
+from wavecrest.ops._flash_attention.call import KEY_FIELDS
+from wavecrest.ops._flash_attention.config import Shape, shape_of
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 from wavecrest.ops._flash_attention.launch_hopper import GROUPS
 

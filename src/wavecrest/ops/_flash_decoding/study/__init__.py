@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import wavecrest.ops._flash_decoding.config as _config
 import wavecrest.ops._flash_decoding.launch as _launch
 import wavecrest.ops.common.launcher as _launcher
-from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.study import KernelStudy, Study
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.key import key_of, shape_of
-from wavecrest.ops._flash_decoding.study import cases
+from wavecrest.ops._flash_decoding.study import cases, space
 from wavecrest.ops._flash_decoding.study.work import work
 
 
@@ -28,7 +26,7 @@ def studies() -> dict[str, Study[FlashDecodingCall]]:
         emulate_cases=cases.emulated,
         call_of_key=cases.call_of_key,
         stores=("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift"),
-        kernels={"triton": KernelStudy(_space, _launch.launches, work)},
+        kernels={"triton": KernelStudy(space.space, _launch.launches, work)},
     )
     return {"flash_decoding": study}
 
@@ -49,10 +47,6 @@ def cost(call: FlashDecodingCall) -> Cost:
     if call.k is not None and call.v is not None:
         moved += 2 * (call.k.nbytes + call.v.nbytes)
     return Cost(flops=2 * keys * call.seqlen_q * call.group * each, bytes=moved)
-
-
-def _space(key: Key, arch: Arch) -> Iterator[Config]:
-    return _config.space(shape_of(key), arch)
 
 
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:

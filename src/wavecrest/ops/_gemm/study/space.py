@@ -275,7 +275,7 @@ def stream_k(shape: Shape, arch: Arch) -> Iterator[Config]:
 
 
 def gemv(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """For `_multiply_kernel` and `_words_kernel`: steps loaded ahead, or more programs a unit instead."""
+    """Configurations of `_multiply_kernel` and `_words_kernel`: more steps loaded ahead, or more programs a unit."""
     stages_tried = (1, 3, 4) if arch.vendor == "nvidia" else (1, 2)
     if shape.b_bits == 4:
         for n, k, warps in _spaces.rows("gemm")["gemv"]["int4"]:

@@ -121,10 +121,9 @@ def _sum(shape: Shape, part: dict[str, object], split: int) -> Work:
 
 
 def streamed(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
-    """`_stream_k_kernel` and `_join_kernel`.
+    """The launches of `_stream_k_kernel` and `_join_kernel`.
 
-    Shares begin anywhere in K, so that programs that run at a time do not read the same: the L2 serves what it happens
-    to hold.
+    Shares begin anywhere in K, so programs that run at the same time read different data: hits in L2 are by chance.
     """
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = _layout.ceil_div(shape.rows, m) * _layout.ceil_div(shape.columns, n)

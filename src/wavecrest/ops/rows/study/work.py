@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.layout as _layout
-import wavecrest.ops.rows.split as _split
 from wavecrest.dispatch.tuned import Config, Work
 from wavecrest.hardware import Arch
 from wavecrest.ops.rows.config import Shape
+from wavecrest.ops.rows.launch import parts_of
 
 # operations a value: unpacked, reduced, mapped, packed; and more of an exponential, or of rounding to 8 bits
 _OPERATIONS = {"identity": 4.0, "scaled": 6.0, "rms": 8.0, "layer": 12.0, "softmax": 18.0}
@@ -30,7 +30,7 @@ def work(shape: Shape, rows: int, columns: int, config: Config, arch: Arch) -> t
     read, written = (1 if shape.kind == "scaled" else size), (1 if shape.rounding and shape.kind != "scaled" else size)
     if shape.residual:
         read, written = 2 * read, written + size
-    parts, block = _split.parts(columns, config), config["BLOCK_M"] * config["BLOCK_N"]
+    parts, block = parts_of(columns, config), config["BLOCK_M"] * config["BLOCK_N"]
     programs = _layout.ceil_div(rows, config["BLOCK_M"]) * parts
     values = rows * columns / programs
     each = _OPERATIONS[shape.kind] + (_ROUNDING_OPERATIONS if shape.rounding and shape.kind != "scaled" else 0.0)

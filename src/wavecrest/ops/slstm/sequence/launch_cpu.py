@@ -36,6 +36,8 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _POINTERS = (
     "x", "r", "bias", *(f"{name}_initial" for name in STATES), "starts", "lens", "resets", "y", *STATES, "scratch",
 )  # fmt: skip
+# of x and r the code knows the strides; from this one on tensors are contiguous
+LAID_OUT = 2
 _NUMBERS = (
     "batch", "tokens", "heads", "dim", "dtype", "exponential", "threads", "x_row", "x_token", "x_gate", "x_head",
     "x_column", "r_gate", "r_head", "r_from", "r_to",
@@ -125,6 +127,7 @@ def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
     """The function that runs calls with the signature of this one."""
     library, shape, dtype = load(), (call.batch, call.heads, call.head_dim), call.x.dtype
     tokens, last, device = call.tokens, call.return_last_states, call.x.device
+    no_states = (None,) * len(STATES)
     fixed = bytes(Arguments(
         **dict(zip(_NUMBERS, (
             call.batch, tokens, call.heads, call.head_dim, DTYPES[dtype], call.forget_gate == "exp", 1,
@@ -139,17 +142,17 @@ def bind(call: SlstmCall) -> Callable[[SlstmCall], Tensor | tuple[Tensor, ...]]:
             given = Arguments.from_buffer_copy(fixed)
             given.threads = torch.get_num_threads()
             bias = None if call.bias is None else call.bias.float()
+            scratch = torch.empty(library.scratch_floats(given), dtype=torch.float32, device=device)
+            tensors = (
+                call.x, call.r, bias, *call.initial, call.seq_starts, call.seq_lens, call.resets, y,
+                *(states or no_states), scratch,
+            )  # fmt: skip
             # what is held here lives until the code has run
-            held = [
-                call.x, call.r, *(
-                    None if one is None else one.contiguous()
-                    for one in (bias, *call.initial, call.seq_starts, call.seq_lens, call.resets)
-                ), y, *(states if last else (None,) * len(STATES)),
-                torch.empty(library.scratch_floats(given), dtype=torch.float32, device=device),
-            ]  # fmt: skip
-            for name, one in zip(_POINTERS, held, strict=True):
+            held = []
+            for place, (name, one) in enumerate(zip(_POINTERS, tensors, strict=True)):
                 if one is not None:
-                    setattr(given, name, one.data_ptr())
+                    held.append(one.contiguous() if place >= LAID_OUT else one)
+                    setattr(given, name, held[-1].data_ptr())
             library.run(given, parallel())
         return (y, *states) if last else y
 

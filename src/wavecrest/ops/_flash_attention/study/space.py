@@ -1,0 +1,106 @@
+"""The configurations that `wavecrest tune flash_attention` tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+from wavecrest.ops._flash_attention.config import Shape, Tile, default, made_of, shape_of
+from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
+
+# tiles of 16-bit types
+_ON_NVIDIA = (
+    (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+    (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (16, 64, 4, 3), (16, 128, 4, 3), (32, 64, 4, 3),
+    (16, 32, 4, 3),
+)  # fmt: skip
+_ON_AMD = (
+    (128, 64, 4, 2), (128, 64, 4, 1), (128, 32, 4, 2), (128, 128, 4, 1), (128, 128, 8, 2), (256, 64, 8, 2),
+    (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 2), (32, 32, 4, 1), (16, 64, 4, 2),
+    (16, 128, 4, 2), (16, 32, 4, 1),
+)  # fmt: skip
+# those of them and others that are tried with matrix instructions of 32 rows, on gfx942 and gfx950
+_WIDE_ON_AMD = (
+    (128, 64, 4, 1), (128, 32, 4, 2), (128, 32, 4, 1), (256, 64, 8, 1), (256, 64, 8, 2), (256, 128, 8, 1),
+    (64, 64, 2, 1), (64, 32, 2, 1),
+)  # fmt: skip
+# of float32
+_SINGLE = ((32, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+
+
+def space(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of the portable kernel for a key."""
+    return space_of(shape_of(key), arch)
+
+
+def space_of(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first; none that needs more LDS than there is."""
+    first = default(shape, arch)
+    yield first
+    seen = {first}
+    if "SECTION_MIB" in first:
+        # head after head, and what half of the L2 cache holds, or a cache behind it
+        for mib in (0, int(arch.l2_mib) // 2, 4 * int(arch.l2_mib)):
+            made = Config(**(first.kwargs | {"SECTION_MIB": mib}))
+            seen.add(made)
+            yield made
+    tiles = _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD
+    for tile in [one for one in tiles if _fits(one, shape, arch)]:
+        one = made_of(shape, arch, tile)
+        waves = (0, 2) if "waves_per_eu" in one else ()
+        for made in [Config(**(one.kwargs | {"waves_per_eu": n})) for n in waves] or [one]:
+            if made not in seen:
+                seen.add(made)
+                yield made
+    if shape.bits != 32 and arch.name in ("gfx942", "gfx950"):
+        for tile in [one for one in _WIDE_ON_AMD if _fits(one, shape, arch)]:
+            wide = {"waves_per_eu": 2, "matrix_instr_nonkdim": 32}
+            made = Config(**(made_of(shape, arch, tile).kwargs | wide))
+            if made not in seen:
+                seen.add(made)
+                yield made
+
+
+def _fits(tile: Tile, shape: Shape, arch: Arch) -> bool:
+    """True if a tile has no more rows than there are queries, and room in LDS and registers."""
+    rows, keys, warps, stages = tile
+    width = max(16, _layout.power_of_two(shape.head_dim))
+    kept = max(1, stages - 1) if arch.vendor == "amd" else stages
+    # k and v of the stages, and q
+    if width * (2 * kept * keys + rows) * shape.bits // 8 > arch.lds_kib << 10:
+        return False
+    # sums and scores, at most 160 registers a lane
+    sums = rows * (width + keys) <= 160 * warps * arch.wave_size
+    return sums and rows <= max(16, _layout.power_of_two(shape.seqlen_q))
+
+
+# queries, keys, stages, whether the groups take turns
+_HOPPER = (
+    (128, 128, 2, 1), (128, 128, 2, 0), (128, 64, 2, 1), (128, 64, 2, 0), (128, 64, 4, 1), (128, 128, 3, 1),
+    (256, 64, 3, 1), (256, 64, 3, 0),
+)  # fmt: skip
+
+
+def space_hopper(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of the kernel for sm_90 for a key."""
+    return space_hopper_of(shape_of(key), arch)
+
+
+def space_hopper_of(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first."""
+    first = _hopper.default(shape)
+    yield first
+    width = max(LEAST_BLOCK, _layout.power_of_two(shape.head_dim))
+    for tile in _HOPPER:
+        rows, keys, stages, _ = tile
+        made = _hopper.made_of(*tile)
+        # q; k and v of each stage; barriers
+        needed = 2 * width * (rows + 2 * stages * keys) + 1024
+        # sums, scores and weights of a thread
+        held = rows // _hopper.GROUPS * (width + keys + keys // 2) // 128
+        if made != first and needed <= arch.lds_kib << 10 and held <= 200:
+            yield made
