@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.emulated import meanings
+from tests.emulated import meanings, memory_cases
 from tests.emulated.meanings import BITOP3, LITERAL, Given, Meaning
 from tests.emulated.planted import assemble
 from wavecrest.isa.emulate import Program, actions, opcodes
@@ -25,6 +25,7 @@ LANES = 64
 # operands of each kind in memory: three sources, the old result, a mask
 SLOTS, BEFORE, MASK = 5, 3, 4
 KINDS = ("int", "f16", "bf16", "f32", "f64")
+_MEMORY = ("ds_", "global_", "flat_", "buffer_")
 _OPERANDS = ("v[10:11]", "v[12:13]", "v[14:15]")
 
 _HEAD = """
@@ -43,6 +44,7 @@ opcodes:
   s_add_u32 s6, s6, s3
   s_addc_u32 s7, s7, 0
   v_lshlrev_b32_e32 v2, 4, v0
+  s_mov_b32 m0, -1
 """
 _TAIL = """
   s_endpgm
@@ -52,6 +54,7 @@ _TAIL = """
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
   .amdhsa_system_sgpr_workgroup_id_x 1
   .amdhsa_kernarg_size 16
+  .amdhsa_group_segment_fixed_size 1024
   .amdhsa_next_free_vgpr 64
   .amdhsa_next_free_sgpr 96
   .amdhsa_accum_offset 64
@@ -67,7 +70,7 @@ amdhsa.kernels:
     .symbol: opcodes.kd
     .kernarg_segment_size: 16
     .kernarg_segment_align: 8
-    .group_segment_fixed_size: 0
+    .group_segment_fixed_size: 1024
     .private_segment_fixed_size: 0
     .wavefront_size: 64
     .sgpr_count: 96
@@ -109,8 +112,10 @@ class Case(NamedTuple):
             lines.append(f"  global_load_dwordx2 {_OPERANDS[i]}, v2, s[8:9]")
         lines += [*_at(BEFORE * LANES * 16), "  global_load_dwordx2 v[20:21], v2, s[8:9]"]
         lines += [*_at(MASK * LANES * 16), "  s_load_dwordx2 vcc, s[8:9], 0x0"]
+        lines.append("  s_load_dwordx2 s[28:29], s[8:9], 0x10")
         lines += ["  s_waitcnt vmcnt(0) lgkmcnt(0)", "  s_mov_b64 s[22:23], vcc", "  s_mov_b64 s[20:21], 0"]
-        lines.append("  " + self.line)
+        lines += [f"  {line}" for line in (memory_cases.PREPARE if self.name.startswith(_MEMORY) else ())]
+        lines += ["  s_mov_b64 exec, s[28:29]", "  " + self.line]
         if re.search(r"\bvcc\b", self.line):
             lines.append("  s_mov_b64 s[20:21], vcc")
         return [*lines, "  s_mov_b64 s[26:27], exec", "  s_mov_b64 exec, -1", *_STORE]
@@ -125,6 +130,10 @@ class Case(NamedTuple):
             ]
             before = int(ints[BEFORE, lane])
             want = self.meaning.function(Given(sources, before, int(ints[MASK, 0]) >> lane & 1, lane))
+            if not int(ints[MASK, 1]) >> lane & 1:
+                # a lane that is not active keeps what it has
+                kept = None if want.bits is None else before & (1 << self.result_bits) - 1
+                want = meanings.Result(kept, None if want.mask is None else 0)
             low, high, mask, active = (int(word) for word in out[lane])
             wrong = ""
             if want.bits is not None and not meanings.agrees(self.meaning, low | high << 32, want):
@@ -198,7 +207,12 @@ def cases(arch: str) -> Iterator[tuple[str, AnyCase | None]]:
     instructions = opcodes.tables("cdna").instructions
     for name in sorted(dir(instructions)):
         make = getattr(instructions, name)
-        if not name.startswith(("v_", "s_")) or not hasattr(make, "func"):
+        if not hasattr(make, "func"):
+            continue
+        for one in memory_cases.memory(name):
+            three = (one.kind,) * 3
+            yield one.name, Case(one.name, "\n  ".join(one.lines), three, (64,) * 3, one.bits, one.meaning)
+        if not name.startswith(("v_", "s_")):
             continue
         try:
             inst = make()
@@ -291,8 +305,9 @@ def divisions() -> Iterator[Case]:
 
 def accepted(case: AnyCase, arch: str) -> AnyCase | None:
     """The case in words that LLVM knows on an architecture, or None if it has no such instruction."""
-    # LLVM calls the mixed forms by what they are: fused
-    for line in dict.fromkeys((case.line, case.line.replace("v_mad_mix", "v_fma_mix"))):
+    # LLVM calls the mixed forms by what they are: fused; the old value is asked for by another name on gfx90a
+    others = case.line.replace("v_mad_mix", "v_fma_mix"), case.line.replace(" sc0", " glc")
+    for line in dict.fromkeys((case.line, *others)):
         try:
             assemble(_HEAD.format(arch=arch, inputs=0, outputs=0) + f"  {line}\n" + _TAIL.format(arch=arch), arch)
         except RuntimeError:
@@ -349,7 +364,7 @@ def run(arch: str, chosen: list[AnyCase], operands: np.ndarray) -> np.ndarray:
     padded = np.zeros((*operands.shape, 2), np.uint64)
     padded[..., 0] = operands
     out = np.zeros((groups, len(chosen), LANES, 4), np.uint32)
-    program.launch((groups,), [padded.ctypes.data, out.ctypes.data], num_warps=1, shared=0, describe=hex)
+    program.launch((groups,), [padded.ctypes.data, out.ctypes.data], num_warps=1, shared=1024, describe=hex)
     return out
 
 
