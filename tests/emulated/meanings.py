@@ -795,7 +795,7 @@ def _typed(name: str) -> Meaning | None:
             def run(given: Given) -> Result:
                 angle = decoded(_cut(given.sources[0], kind), kind)
                 # a double is that far from zeros of other angles than 0
-                small = not _special(angle) and abs(angle) < Fraction(1, 8)
+                small = not _special(angle) and abs(Fraction(angle)) < Fraction(1, 8)
                 return turned(given)._replace(near=Fraction(0) if small else Fraction(1, 10**15))
 
             ulps = 1

@@ -1,8 +1,9 @@
-"""Each vector and scalar opcode that the emulator has from AMD's pseudocode beside its meaning by its name: JSON.
+"""Each vector and scalar opcode of the emulator, and those that move memory, beside its meaning by its name: JSON.
 
 `python -m tests.emulated.opcodes gfx942 [PATTERN]`, without TRITON_INTERPRET. LLVM assembles a kernel that runs each
-opcode once on loaded operands, so that encodings come from LLVM; results are compared with `meanings.py`, which knows
-nothing of the pseudocode. The result has what differs, what was compared, and what was not, with the reason.
+opcode once on loaded operands, so that encodings come from LLVM; results are compared with `meanings.py` and
+`memory_cases.py`, which know nothing of AMD's pseudocode. The result has what was compared and what differs, opcodes
+whose names do not say their meaning, and those that LLVM does not know on the architecture.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Case(NamedTuple):
             want = self.meaning.function(Given(sources, before, int(ints[MASK, 0]) >> lane & 1, lane))
             if not int(ints[MASK, 1]) >> lane & 1:
                 # a lane that is not active keeps what it has
-                kept = None if want.bits is None else before & (1 << self.result_bits) - 1
+                bits = max(self.result_bits, self.meaning.elements * meanings.bits_of(self.meaning.kind))
+                kept = None if want.bits is None else before & (1 << bits) - 1
                 want = meanings.Result(kept, None if want.mask is None else 0)
             low, high, mask, active = (int(word) for word in out[lane])
             wrong = ""

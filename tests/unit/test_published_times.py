@@ -115,6 +115,26 @@ def test_the_shipped_constants_keep_their_score(arch_name: str, kind: str, least
     assert near(None) >= near(cost_model.CONSTANTS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch_name", "kind", "row"),
+    [
+        ("gfx942", "float8 blocks", "gfx942, MI300X: float8 blocks"), ("gfx950", "bfloat16", "of these bfloat16"),
+        ("gfx950", "float8", "of these float8"),
+    ],
+)  # fmt: skip
+def test_the_page_has_the_scores_of_the_half_held_out(arch_name: str, kind: str, row: str) -> None:
+    """The model and the configurations that it ranks change, and with them what the page says of them."""
+    rows = published_times.shapes(files.read_json(RECORD, what="record"))[arch_name, kind]
+    drawn = published_times.sample([one for one in rows if one.held_out])
+    scores = published_times._scores(hardware.ARCHS[arch_name], drawn, None)
+    page = (RECORD.parents[2] / "docs/cost_model.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+    # without the column of the H200's constants
+    assert [*cells[:3], *cells[4].split(", ")] == scores
+
+
 def test_a_fit_finds_a_constant_that_was_changed() -> None:
     arch = hardware.ARCHS["gfx942"]
     truth = cost_model.Constants(matrix_8bit=0.35, launch=6.0)
