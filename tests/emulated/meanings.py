@@ -82,7 +82,7 @@ def clamped(value: int, kind: str) -> int:
 
 
 class Given(NamedTuple):
-    """What one lane has: the bits of the sources, those that the result had before, a mask's bit, the lane."""
+    """The operands of one lane: bits of the sources, those that the result had before, a mask's bit, the lane."""
 
     sources: Sequence[int]
     before: int
@@ -91,7 +91,7 @@ class Given(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an opcode leaves: bits of the result and of a mask, or None; `near`: an error that its sums may have."""
+    """The outcome of an opcode: bits of the result and of a mask, or None; `near`: an error that its sums may have."""
 
     bits: int | None
     mask: int | None = None
@@ -851,7 +851,7 @@ def _order(bits: int, width: int) -> int:
 
 
 class Scalar(NamedTuple):
-    """What a scalar opcode leaves: the result, SCC and EXEC, each None where it stays or its name does not say it."""
+    """The outcome of a scalar opcode: result, SCC and EXEC, each None where it stays or the name does not say it."""
 
     bits: int | None
     scc: int | None = None

@@ -65,7 +65,7 @@ _FLOATS: dict[str, Callable[[Number, Number], Number]] = {
 
 
 def _new(operation: str, kind: str) -> tuple[Callable[[int, int], int], int]:
-    """What an atomic leaves of the old value and its operand, and the operand's bits."""
+    """The function from an old value and an operand to the new value, and the operand's bits."""
     if operation == "pk_add":
 
         def both(old: int, x: int) -> int:

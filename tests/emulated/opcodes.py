@@ -169,7 +169,7 @@ class ScalarCase(NamedTuple):
         return [*lines, "  v_mov_b32_e32 v21, s35", *_STORE]
 
     def wrong(self, operands: np.ndarray, out: np.ndarray) -> str:
-        """What of a workgroup's result is not as meant."""
+        """The parts of a workgroup's result that are not as meant, or nothing."""
         values = [int(value) for value in operands[KINDS.index("int"), :, 0]]
         sources = [value & (1 << bits) - 1 for value, bits in zip(values, self.bits, strict=False)]
         mask, scc, before = values[MASK], values[MASK] >> 5 & 1, values[BEFORE]
