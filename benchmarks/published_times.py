@@ -3,6 +3,7 @@
     python -m benchmarks.published_times read CHECKOUT --out FILE    # a record of the facts in a checkout of ROCm/aiter
     python -m benchmarks.published_times score FILE                  # the model against it, on the half held out
     python -m benchmarks.published_times fit FILE --trials 600       # constants for the other half
+    python -m benchmarks.published_times priors FILE --out FOLDER    # dispatch's priors: where PyTorch won or lost
 
 No GPU is needed. Tables are in Markdown. Their kernels are not wavecrest's (Composable Kernel, assembly, FlyDSL,
 hipBLASLt): the model predicts the fastest configuration of wavecrest's own for the same GEMM. So a score says how well
@@ -36,7 +37,8 @@ import torch
 
 from wavecrest import hardware
 from wavecrest.dispatch.decision import Key
-from wavecrest.dispatch.tuned import Config, Work, cost_model
+from wavecrest.dispatch.keys import row_bucket
+from wavecrest.dispatch.tuned import Config, Work, cost_model, published
 from wavecrest.dispatch.tuned.cost_model import Constants
 from wavecrest.errors import RecordError, WavecrestError
 from wavecrest.ops._gemm.backend import op
@@ -366,12 +368,42 @@ def tiles(record: dict[str, Any]) -> Iterator[list[Any]]:
         yield [arch_name, kind, len(places), f"{first} ({100 * first / len(places):.0f} %)", len(inside), f"{mean:.1f}"]
 
 
+# the tables whose tuner timed PyTorch beside the library's own kernels, and parts of the keys that they name
+AGAINST_TORCH = {("gfx950", "bfloat16"): {"a": "bfloat16", "b": "bfloat16", "out": "bfloat16", "scales": "none none"}}
+PLAIN = {"form": "plain", "activation": "", "bias": "", "residual": "false", "batch": "0", "order": "k k 16"}
+
+
+def priors(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """By architecture, the CSV of gemm's priors: keys for which PyTorch, or aiter's own kernels, won at every size.
+
+    A key has rows in buckets. Where PyTorch was the fastest at some of a bucket's sizes and not at others, there is no
+    prior. Tables of Composable Kernel alone name no winner over PyTorch.
+    """
+    source = f"tuned table of {record['source']['repository']}, commit {record['source']['commit'][:8]}"
+    for (arch, kind), parts in AGAINST_TORCH.items():
+        won: dict[tuple[int, int, int], list[Shape]] = {}
+        for row in shapes(record)[arch, kind]:
+            won.setdefault((row.N, row.K, row_bucket(row.M)), []).append(row)
+        text = io.StringIO()
+        out = csv.writer(text, lineterminator="\n")
+        named = {**parts, **PLAIN}
+        out.writerow(["rows", "columns", "k", *named, *published.COLUMNS])
+        for (N, K, rows), found in sorted(won.items()):
+            if len({one.library == "torch" for one in found}) > 1:
+                continue
+            words = ", ".join(f"M={one.M} {one.library} {one.us:g} us" for one in sorted(found, key=lambda x: x.M)[-2:])
+            backend = "torch" if found[0].library == "torch" else "aiter"
+            chip = hardware.ARCHS[arch].part
+            out.writerow([rows, N, K, *named.values(), backend, f"fastest: {words}", f"{source}, {chip}"])
+        yield arch, text.getvalue()
+
+
 def main() -> int:
-    """Read, score or fit."""
+    """Read, score, fit, or write priors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("read", "score", "fit"))
-    parser.add_argument("source", type=Path, help="a checkout (read), or the record of one (score, fit)")
-    parser.add_argument("--out", type=Path, help="read: write the record here")
+    parser.add_argument("command", choices=("read", "score", "fit", "priors"))
+    parser.add_argument("source", type=Path, help="a checkout (read), or the record of one (others)")
+    parser.add_argument("--out", type=Path, help="read: write the record here; priors: the folder")
     parser.add_argument("--trials", type=int, default=600, help="fit: sets of constants to try (default 600)")
     parser.add_argument("--every", action="store_true", help="score: every shape held out, not a sample")
     options = parser.parse_args()
@@ -387,6 +419,13 @@ def main() -> int:
         record = files.read_json(options.source, what="record")
         if options.command == "score":
             score(record, every=options.every)
+            return 0
+        if options.command == "priors":
+            for arch_name, text in priors(record):
+                path = (options.out or published.PRIOR) / arch_name / "gemm.csv"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_text(path, text)
+                sys.stdout.write(f"{path.parent.name}/{path.name}: {len(text.splitlines()) - 1:,} keys\n")
             return 0
     except WavecrestError as error:
         sys.stderr.write(f"{error}\n")

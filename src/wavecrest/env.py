@@ -154,14 +154,17 @@ def child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return environment
 
 
-def python_child(changes: Mapping[str, str | None], folders: Sequence[str] = ()) -> dict[str, str]:
+def python_child(
+    changes: Mapping[str, str | None], folders: Sequence[str] = (), source: str | None = None
+) -> dict[str, str]:
     """`child` for a Python process that imports this copy of wavecrest, installed or not.
 
     Args:
         changes: as of `child`.
         folders: searched for modules before installed packages are.
+        source: the folder that wavecrest is imported from; None: where it lies, maybe beside all installed packages.
     """
-    source = str(Path(__file__).resolve().parents[1])
+    source = source or str(Path(__file__).resolve().parents[1])
     own = changes.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
     path = os.pathsep.join([source, *folders, *filter(None, [own])])
     return child({**changes, "PYTHONPATH": path})

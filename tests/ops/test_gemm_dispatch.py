@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import wavecrest.ops._gemm.launch_cdna as _cdna
+import wavecrest.ops.common.target as _target
 from tests.ops.gemm_harness import (
     BF16,
     E4M3,
@@ -29,6 +31,7 @@ from tests.ops.gemm_harness import (
 )
 from wavecrest import ops
 from wavecrest.dispatch.call import mapped
+from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
@@ -172,6 +175,24 @@ def test_cost(device: str) -> None:
     assert cost(gated).flops == 2 * 6 * 20 * 40 and cost(gated).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 10)
     three = GemmCall(random(2, 3, 40, device=device), random(40, 20, device=device))
     assert cost(three).flops == 2 * 6 * 20 * 40
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("sm_90", torch.float8_e4m3fn)],
+)
+def test_8_bit_floats_to_tune_are_the_gpus(arch: str, dtype: torch.dtype) -> None:
+    """e4m3fn on gfx942 is a call that no matrix instruction of it takes: rows tuned for it would serve nobody."""
+    bench_cases = gemm.study.bench_cases
+    assert bench_cases is not None
+    with _target.assumed(ARCHS[arch]):
+        cases = {name: case() for name, case in bench_cases("shared", "meta").items() if name.endswith("fp8")}
+        assert len(cases) == 15 and {(call.a.dtype, call.b.dtype) for call in cases.values()} == {(dtype, dtype)}
+        refusals = {_cdna._refused_types(call, ARCHS[arch]) for call in cases.values() if arch in _cdna.FLOAT8}
+        assert refusals <= {None}
+        # what is made on the CPU, which has no GPU's type
+        call = bench_cases("shared", "cpu")["1024x1024x1024 fp8"]()
+    assert call.a.dtype == torch.float8_e4m3fn
 
 
 def test_bench_and_emulate_cases_are_calls(device: str) -> None:

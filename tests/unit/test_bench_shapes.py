@@ -79,6 +79,17 @@ def test_the_hundred_products_of_language_models_are_shapes() -> None:
     assert list(found) == ["gemm"] and len({op.key(case.make()) for case in found["gemm"].cases}) == 100
 
 
+@pytest.mark.parametrize("fp8", ["e4m3fnuz", "e4m3fn"])
+def test_gemms_of_8_bit_floats_are_the_devices(fp8: str) -> None:
+    """DeepSeek's layers with scales by block, Llama's with one a row and column: fnuz on gfx942, as on no other."""
+    found = shapes.read(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llm_fp8.csv", "meta", fp8=fp8)
+    op = registry.get("gemm")
+    keys = [dict(zip(op.key_fields, op.key(case.make()), strict=True)) for case in found["gemm"].cases]
+    assert len({tuple(key.values()) for key in keys}) == 37
+    assert {(key["a"], key["b"]) for key in keys} == {(f"float8_{fp8}",) * 2}
+    assert [key["scales"] for key in keys] == ["block block"] * 25 + ["vector vector"] * 12
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -109,6 +109,28 @@ def test_the_triton_of_a_folder_goes_before_the_installed_one(tmp_path: Path) ->
         side.run(side.place(str(tmp_path)), TASK)
 
 
+@pytest.mark.parametrize("kind", ["folder", "python"])
+def test_an_installed_wavecrest_brings_no_triton_of_its_environment(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed packages are one folder: wavecrest is to be found there, and the Triton beside it is not."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    said = tmp_path / "said"
+    shown = f"import json, sys\nopen({str(said)!r}, 'w').write(json.dumps(sys.path))\nsys.exit(1)"
+    if kind == "folder":
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text(shown)
+        where = side.place(str(tmp_path))
+    else:
+        where = Place("python", program(tmp_path / "python", shown))
+    with pytest.raises(EnvironmentProblem):
+        side.run(where, TASK)
+    searched = [Path(path) for path in json.loads(said.read_text())]
+    # behind the folder of the program itself: wavecrest alone, then the side's own packages
+    assert searched[1].name == "source" and searched[2] != Path(side.__file__).resolve().parents[2]
+    assert kind == "python" or searched[2] == tmp_path
+
+
 def test_a_child_has_its_variables_and_a_cache_of_its_own(tmp_path: Path) -> None:
     said = tmp_path / "said"
     write = f"open({str(said)!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))"

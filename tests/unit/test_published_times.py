@@ -11,7 +11,8 @@ import pytest
 from benchmarks import published_times
 
 from wavecrest import hardware
-from wavecrest.dispatch.tuned import cost_model
+from wavecrest.cli import explain
+from wavecrest.dispatch.tuned import cost_model, published
 from wavecrest.errors import RecordError
 from wavecrest.records import files
 
@@ -113,6 +114,51 @@ def test_the_shipped_constants_keep_their_score(arch_name: str, kind: str, least
 
     assert near(None) >= least
     assert near(None) >= near(cost_model.CONSTANTS)
+
+
+def test_the_priors_are_those_of_the_record() -> None:
+    record = files.read_json(RECORD, what="record")
+    made = dict(published_times.priors(record))
+    assert set(made) == {"gfx950"}
+    assert made["gfx950"] == (published.PRIOR / "gfx950" / "gemm.csv").read_text(encoding="utf-8")
+    # a bucket of rows whose sizes PyTorch won in part has no prior
+    table = next(one for one in record["tables"] if (one["arch"], one["kind"]) == ("gfx950", "bfloat16"))
+    table |= {name: [table[name][0]] * 2 for name in ("N", "K", "us")} | {"M": [9, 16], "library": ["torch", "asm"]}
+    assert len(dict(published_times.priors(record))["gfx950"].splitlines()) == 1
+    table["library"] = ["flydsl", "asm"]
+    (_, line) = dict(published_times.priors(record))["gfx950"].splitlines()
+    assert line.startswith("16,") and ",aiter," in line
+
+
+@pytest.mark.parametrize(
+    ("rows", "source", "said"),
+    [(32768, "prior", "M=32768 torch 3208 us"), (32, "default", "for aiter, which refuses it")],
+)
+def test_dispatch_on_gfx950_says_what_was_published(rows: int, source: str, said: str) -> None:
+    """PyTorch is the reserve where aiter's kernels won and aiter is not there."""
+    decision = explain.rank("gemm", "gfx950", [f"M={rows}", "N=6144", "K=12288", "dtype=bf16"]).decision
+    assert decision is not None and decision.backend == "torch" and decision.source == source
+    assert said in decision.reason and "published by others and not measured here" in decision.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch_name", "kind", "row"),
+    [
+        ("gfx942", "float8 blocks", "gfx942, MI300X: float8 blocks"), ("gfx950", "bfloat16", "of these bfloat16"),
+        ("gfx950", "float8", "of these float8"),
+    ],
+)  # fmt: skip
+def test_the_page_has_the_scores_of_the_half_held_out(arch_name: str, kind: str, row: str) -> None:
+    """The model and the configurations that it ranks change, and with them what the page says of them."""
+    rows = published_times.shapes(files.read_json(RECORD, what="record"))[arch_name, kind]
+    drawn = published_times.sample([one for one in rows if one.held_out])
+    scores = published_times._scores(hardware.ARCHS[arch_name], drawn, None)
+    page = (RECORD.parents[2] / "docs/cost_model.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+    # without the column of the H200's constants
+    assert [*cells[:3], *cells[4].split(", ")] == scores
 
 
 def test_a_fit_finds_a_constant_that_was_changed() -> None:

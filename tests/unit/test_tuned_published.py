@@ -122,7 +122,7 @@ def test_damaged_files_are_refused(op: Op, tmp_path: Path, text: str, message: s
 def test_what_comes_with_the_package() -> None:
     """Every row is of an op and an architecture that there are, names a backend of it, and its source."""
     files = sorted(published.PRIOR.glob("*/*.csv"))
-    assert [(path.parent.name, path.stem) for path in files] == [("gfx942", "mlstm_chunkwise")]
+    assert [(path.parent.name, path.stem) for path in files] == [("gfx942", "mlstm_chunkwise"), ("gfx950", "gemm")]
     for path in files:
         found = registry.get(path.stem)
         rows = published.read(path, lookup.fields_of(found)).rows.values()

@@ -115,13 +115,17 @@ def run(where: Place, task: Task, *, on_progress: survey.OnProgress | None = Non
             changes["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")
         python = os.path.abspath(where.path) if where.kind == "python" else sys.executable
         folders = [os.path.abspath(where.path)] if where.kind == "folder" else []
+        # an installed wavecrest lies beside this environment's Triton, which would go before that of the side
+        source = Path(folder) / "source"
+        source.mkdir()
+        (source / "wavecrest").symlink_to(Path(__file__).resolve().parents[1], target_is_directory=True)
         target, log = Path(folder) / "side.json", Path(folder) / "log"
         command = [*env.python_command("wavecrest.isa.side", python), task.model_dump_json(), str(target)]
         with (
             log.open("wb") as errors_out,
             subprocess.Popen(
                 command,
-                env=env.python_child(changes, folders),
+                env=env.python_child(changes, folders, str(source)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors_out,

@@ -12,7 +12,7 @@ from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.nn.stand_in import StandIn
 from wavecrest.ops._flash_decoding.call import FOUR_BITS, MAX_HEAD_DIM, MAX_TOKENS, FlashDecodingCall
-from wavecrest.ops.common.quantized import kernel_refusal
+from wavecrest.ops.common.quantized import float8_of, kernel_refusal
 from wavecrest.ops.packed.cache import GROUPS, dequantize, quantize_cache, quantize_cache_8bit
 
 FORMATS = ("fp8", "int8", "int4")
@@ -45,8 +45,7 @@ def fp8_type(kind: str) -> torch.dtype:
     Raises:
         Unsupported: kernels cannot round to it there.
     """
-    arch = _target.arch() if kind == "cuda" else None
-    dtype = torch.float8_e4m3fnuz if arch is not None and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    dtype = float8_of(_target.arch() if kind == "cuda" else None)
     refusal = kernel_refusal(dtype) if kind == "cuda" else None
     if refusal is not None:
         raise Unsupported(f"a key-value cache in fp8: {refusal}; take int8 or int4")

@@ -12,6 +12,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.ops import PackedWeight, linear, pack, quantize_fp8, quantize_int8, rms_norm_quantize
 from wavecrest.ops._gemm.call import GATED
 from wavecrest.ops.common.activation import ACTIVATIONS
+from wavecrest.ops.common.quantized import float8_of
 from wavecrest.ops.packed import refuse_other_formats
 
 # the format with a scale for 128 × 128 values
@@ -27,7 +28,7 @@ def pack_native(weight: Tensor, format: str, group: int | None = None) -> Packed
     dtype = None
     if format == "fp8":
         arch = hardware.ARCHS.get(hardware.detect().arch) if weight.is_cuda else None
-        dtype = torch.float8_e4m3fnuz if arch and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+        dtype = float8_of(arch)
     return pack(weight.detach(), format, group=group, dtype=dtype)
 
 

@@ -124,12 +124,13 @@ def _buffer(f: _Fields, match: re.Match[str]) -> Action:
 
 
 def _global_address(f: _Fields) -> dict[str, int]:
-    saddr = f.get("saddr", default=127)
+    # flat instructions have the field, which says nothing there, and offsets without a sign on gfx9
+    flat, saddr = f.name.startswith("FLAT"), f.get("saddr", default=127)
     return {
         "wave": f.wave,
         "vaddr": f.get("vaddr", "addr"),
-        "saddr": saddr if saddr < 124 else -1,
-        "offset": f.signed("ioffset", "offset"),
+        "saddr": saddr if saddr < 124 and not flat else -1,
+        "offset": f["offset"] if flat and "offset" in f else f.signed("ioffset", "offset"),
     }
 
 

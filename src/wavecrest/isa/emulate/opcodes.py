@@ -35,6 +35,8 @@ _CORRECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (r"V_RNDNE_F(16|32|64)", ((_SAME, r"D0.f{0} = rint(S0.f{0})"),)),
     # of an angle in turns; the product with 2 pi would lose what the hardware has
     (r"V_(?:SIN|COS)_F(16|32)", ((r"(sin|cos)\(S0\.f\d+ \* \d+'F\(PI \* 2\.0\)\)", r"\1_turns(S0.f{0})"),)),
+    # a table whose values the text does not give: sixteenths
+    (r"V_CVT_OFF_F(32)_I4", ((_SAME, "D0.f32 = i32_to_f32((S0.i32 << 28U) >> 28U) * 0.0625F"),)),
     # of denormals and zero too: mantissa and exponent are those of C's frexp
     (
         r"V_FREXP_EXP_I(?:16|32)_F(16|32|64)",

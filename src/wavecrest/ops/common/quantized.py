@@ -13,6 +13,7 @@ from torch import Tensor
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
 from wavecrest.ops.common.triton import tl, triton
 
 # the largest finite value of each type (OCP 8-bit floating point specification; AMD's fnuz forms on gfx942)
@@ -37,6 +38,11 @@ OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GROUP = 128
 # the smallest scale worked out: the smallest normal float32, whose inverse is finite
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+def float8_of(arch: Arch | None) -> torch.dtype:
+    """The e4m3 that an architecture multiplies with: e4m3fnuz on gfx942, e4m3fn elsewhere and without a GPU."""
+    return torch.float8_e4m3fnuz if arch is not None and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
 
 
 class Quantization(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tracing import constant_in_graphs
+from wavecrest.ops.common.quantized import float8_of
 from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
@@ -21,8 +22,7 @@ _run = _op.of_fields(RowCall)
 # a constant where Dynamo traces a call
 @constant_in_graphs
 def _native() -> torch.dtype:
-    arch = _target.arch()
-    return torch.float8_e4m3fnuz if arch is not None and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    return float8_of(_target.arch())
 
 
 def quantize_fp8(

@@ -147,9 +147,9 @@ static inline double frexp_mantissa(double f) {
   return __builtin_frexp(f, &exponent);
 }
 
-/* v_sin, v_cos: of an angle in turns. */
-static inline double sine_of_turns(double x) { return sin((x - floor(x)) * 6.28318530717958647693); }
-static inline double cosine_of_turns(double x) { return cos((x - floor(x)) * 6.28318530717958647693); }
+/* v_sin, v_cos: of an angle in turns; the nearest whole turn is taken off, so that small angles stay as they are. */
+static inline double sine_of_turns(double x) { return sin((x - rint(x)) * 6.28318530717958647693); }
+static inline double cosine_of_turns(double x) { return cos((x - rint(x)) * 6.28318530717958647693); }
 
 /* A source operand that is the same for all lanes: an SGPR, a literal, a constant, a state. */
 static u64 scalar_source(const Wave* w, const Operands* o, int i, enum Kind kind, int wave) {

@@ -19,6 +19,7 @@ from wavecrest.ops._flash_attention.call import FlashAttentionCall, key_of
 from wavecrest.ops._flash_attention.config import shape_of
 from wavecrest.ops._flash_attention.study import cases, space
 from wavecrest.ops._flash_attention.study.work import work
+from wavecrest.ops.common.quantized import float8_of
 
 
 def studies() -> dict[str, Study[FlashAttentionCall]]:
@@ -89,8 +90,7 @@ def _hopper_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> li
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
     """The launches that are held to a budget, by name."""
     made = {}
-    fp8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
-    for name, call in (cases.compiled() | cases.compiled_of_8_bits(fp8)).items():
+    for name, call in (cases.compiled() | cases.compiled_of_8_bits(float8_of(arch))).items():
         chosen = _config.default(shape_of(key_of(call)), arch)
         if config is not None:
             # a launch's configuration does not have it: the order stays the default's

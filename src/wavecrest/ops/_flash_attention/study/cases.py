@@ -13,6 +13,7 @@ from torch import Tensor
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops.common.quantized import float8_of
 
 
 class _Sizes(NamedTuple):
@@ -197,8 +198,7 @@ def _eight_bit_weights(sizes: _Sizes, dtype: torch.dtype) -> FlashAttentionCall:
 
 def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
     """Several tiles with ragged ends, each mask and addition, packed sequences, and the dtypes, those of 8 bits too."""
-    known = ARCHS.get(arch)
-    float8 = torch.float8_e4m3fnuz if known is not None and known.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    float8 = float8_of(ARCHS.get(arch))
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(4, generator=generator, device="cpu"), torch.randn(4, generator=generator, device="cpu")

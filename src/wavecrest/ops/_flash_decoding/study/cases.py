@@ -12,7 +12,7 @@ from torch import Tensor
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._flash_decoding.call import FOUR_BITS, FlashDecodingCall
-from wavecrest.ops.common.quantized import KERNEL_ARCHS
+from wavecrest.ops.common.quantized import KERNEL_ARCHS, float8_of
 
 
 class _Sizes(NamedTuple):
@@ -93,7 +93,7 @@ def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> F
 # several queries, every option, other widths
 def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
     bf16, meta = torch.bfloat16, "meta"
-    float8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    float8 = float8_of(arch)
     llama = _Sizes(16, 1, 32, 8, 8192, 128, 128)
     paged = llama._replace(page=64)
     every = {
@@ -167,9 +167,7 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashDecodingCall]]:
     half, brain = torch.float16, torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(6, generator=generator, device="cpu"), torch.randn(6, generator=generator, device="cpu")
-    known = ARCHS.get(arch)
-    fnuz = known is not None and known.fp8 == "e4m3fnuz"
-    float8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    float8 = float8_of(ARCHS.get(arch))
     return {
         "ragged": partial(_call, _Sizes(2, 1, 4, 2, 300, 64, 64), brain, "cpu", fill=0.1),
         "one split": partial(_call, _Sizes(2, 2, 4, 2, 100, 128, 128), brain, "cpu", fill=0.5, return_lse=True),

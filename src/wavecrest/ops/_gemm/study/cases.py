@@ -17,12 +17,14 @@ import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
 import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._gemm.call import FAST_ACCUM, FORMATS, GATED, NIBBLES, SCALE_BLOCK, GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.reference import values_of_b
+from wavecrest.ops.common.quantized import float8_of
 
 Cases = dict[str, Callable[[], GemmCall]]
 
@@ -70,7 +72,7 @@ def _scale(*shape: int) -> Tensor:
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
     """Every algorithm and every path of the loop, at the sizes of an 8B model's layers; see `Study`."""
     bf16, i8 = torch.bfloat16, torch.int8
-    f8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    f8 = float8_of(arch)
     planned: dict[str, tuple[_launch.Planner, Callable[..., Config], GemmCall]] = {}
 
     def add(name: str, what: GemmCall, planner: _launch.Planner = _launch.tiles, make: Any = _config.tiled) -> None:
@@ -215,7 +217,7 @@ def emulate_cases(arch: str) -> Cases:
     def plain(dtype: torch.dtype) -> Callable[[], GemmCall]:
         return lambda: GemmCall(_random(33, 100, dtype=dtype), _random(72, 100, dtype=dtype).mT)
 
-    float8 = torch.float8_e4m3fnuz if ARCHS[arch].fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    float8 = float8_of(ARCHS[arch])
     types = [torch.bfloat16, torch.float16, torch.float32, torch.int8, *([float8] if ARCHS[arch].fp8 else [])]
     more: Cases = {}
     if arch == "sm_90":
@@ -274,7 +276,9 @@ def _made(M: int, N: int, K: int, kind: str, device: str) -> GemmCall:
         scale_a, scale_b = torch.rand(M, device=device) / 64, torch.rand(N, device=device) * unit / 64
         return GemmCall(a, w.mT, scale_a=scale_a, scale_b=scale_b)
     if kind == "fp8":
-        a, w = (_random(rows, K, dtype=torch.float8_e4m3fn, device=device) for rows in (M, N))
+        # that of the GPU: its matrix unit takes no other e4m3
+        dtype = float8_of(None if torch.device(device).type == "cpu" else _target.arch())
+        a, w = (_random(rows, K, dtype=dtype, device=device) for rows in (M, N))
         one = torch.ones((), device=device)
         return GemmCall(a, w.mT, scale_a=one, scale_b=one * unit)
     a = _random(M, K, dtype=torch.float16 if kind == "fp16" else torch.bfloat16, device=device)
