@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wavecrest.errors import StepRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 SDPA, NAME = "sdpa", "wavecrest_sdpa"
 # the argument of transformers models that marks padding: [B, S], 1 for a token, 0 for padding
 ARGUMENT = "attention_mask"
+
+
+class Registered:
+    """An attention implementation that is known to transformers; an attribute of the models that use it.
+
+    A model names its implementation and does not hold it: pickle, which makes this again, registers it again.
+    """
+
+    def __init__(self, register: Callable[[], None]) -> None:
+        """Register it by a function that pickle finds by its name."""
+        register()
+        self.register = register
+
+    def __reduce__(self) -> tuple[type[Registered], tuple[Callable[[], None]]]:
+        return Registered, (self.register,)
 
 
 def register() -> None:
@@ -100,12 +115,12 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
     Raises:
         StepRefused: the implementation of one of them cannot be set.
     """
-    register()
     for path in paths:
         module: Any = model.get_submodule(path)
         # a step that was kept since has set an implementation of its own, which uses such masks as well
         if _implementations(module) != {SDPA}:
             continue
+        module.wavecrest_attention = Registered(register)
         module.set_attn_implementation(NAME)
         # transformers warns and leaves what it cannot set
         if _implementations(module) != {NAME}:
