@@ -1,4 +1,4 @@
-"""The precision of float32 calls that `wavecrest.settings` asks for."""
+"""The precision of calls that `wavecrest.settings`, or PyTorch's autocast, asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,34 @@ from wavecrest.settings import STATE
 
 T = TypeVar("T", Tensor, Tensor | None)
 
+# dtypes that autocast casts
+CAST = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# other devices have no autocast, and asking about them is an error
+AUTOCAST = ("cpu", "cuda")
+
+
+def in_autocast(x: Any) -> bool:
+    """Whether PyTorch's autocast is on for the device of x."""
+    return isinstance(x, Tensor) and x.device.type in AUTOCAST and torch.is_autocast_enabled(x.device.type)
+
+
+def by_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
+    """The arguments of a GEMM, a convolution or attention as PyTorch's autocast gives them to its own.
+
+    Inside of autocast for x's device, floats but float64 in its dtype. Packed weights, 8-bit values and all that is no
+    tensor stay as they are.
+    """
+    if not in_autocast(x):
+        return x, *others
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(one.to(dtype) if _is_cast(one) else one for one in (x, *others))
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, PackedWeight) and x.dtype in CAST
 
 
 def rounded(x: Any) -> torch.dtype | None:
