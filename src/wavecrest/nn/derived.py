@@ -35,7 +35,7 @@ def _derived(kind: type[nn.Module], make: Make, args: tuple[Any, ...]) -> type[n
     made.__name__, made.__qualname__, made.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     recipe = _recipe_of(kind), make, args
 
-    def reduce(self: nn.Module, _protocol: Any) -> tuple[Any, ...]:
+    def reduce(self: Any, _protocol: Any) -> tuple[Any, ...]:
         return _empty, (recipe,), self.__getstate__()
 
     made.derived_by, made.__reduce_ex__ = recipe, reduce
