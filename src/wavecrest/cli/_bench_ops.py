@@ -215,7 +215,7 @@ def _show_op(bench: OpBench, peers: list[str], peak_gbps: float | None) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for case in bench.cases:
         table.add_row(*_row(bench, case, peers, peak_gbps))
-    out.print(table)
+    _shared.print_table(table)
     for line in _notes(bench, peak_gbps):
         out.print(line, soft_wrap=True)
 
