@@ -248,7 +248,8 @@ def attend(
         query, key, value = key.plain(query)
     assert isinstance(query, Tensor) and not isinstance(value, Appended)
     if isinstance(key, Tensor):
-        query, key, value = by_autocast(query, key, value)
+        cast = by_autocast(query, key, value)
+        query, key, value = cast
     undecoded = ""
     if attention_mask is not None and is_lengths(attention_mask):
         undecoded = _undecoded(query, value.v if isinstance(value, Cached) else value, dropout, position_bias)

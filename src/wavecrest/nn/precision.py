@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from wavecrest.ops import PackedWeight
 from wavecrest.settings import STATE
 
 T = TypeVar("T", Tensor, Tensor | None)
+First = TypeVar("First")
+Others = TypeVarTuple("Others")
 
 # dtypes that autocast casts
 CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +28,7 @@ def in_autocast(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type in AUTOCAST and torch.is_autocast_enabled(x.device.type)
 
 
-def by_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
+def by_autocast(x: First, *others: *Others) -> tuple[First, *Others]:
     """The arguments of a GEMM, a convolution or attention as PyTorch's autocast gives them to its own.
 
     Inside of autocast for x's device, floats but float64 in its dtype. Packed weights, 8-bit values and all that is no
@@ -34,8 +36,9 @@ def by_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """
     if not in_autocast(x):
         return x, *others
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(one.to(dtype) if _is_cast(one) else one for one in (x, *others))
+    given: tuple[Any, ...] = x, *others
+    dtype = torch.get_autocast_dtype(given[0].device.type)
+    return tuple(one.to(dtype) if _is_cast(one) else one for one in given)
 
 
 def _is_cast(x: Any) -> bool:

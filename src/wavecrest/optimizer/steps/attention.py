@@ -214,7 +214,7 @@ class SDPABackend(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Run the forward under torch.nn.attention.sdpa_kernel."""
-        # raises where there is none
+        # raises if this torch does not have it
         _backend(params["backend"])
         model.forward = _Pinned(model, params["backend"])
         return model
