@@ -11,7 +11,7 @@ import torch
 from tests.toy import ToyOp, TwoCall
 from wavecrest import hardware
 from wavecrest.bench import sizes
-from wavecrest.cli import explain, main
+from wavecrest.cli import _shared, explain, main
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
@@ -386,3 +386,14 @@ def test_a_key_that_needs_the_values_of_tensors_is_decided_where_the_gpu_is(monk
     monkeypatch.setattr(op, "key", key)
     record = explain.rank("rms_norm", "gfx942", ["2", "8"])
     assert record.decision is None and "where the GPU is" in record.note
+
+
+@pytest.mark.parametrize(("op", "sizes"), [("gemm", "rows, columns, k"), ("rms_norm", "")])
+def test_the_parts_of_a_key_are_explained(
+    op: str, sizes: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared.out, "_width", 1000)
+    assert main.main(["explain", op, *(["64"] if op == "gemm" else []), "64", "128", "bfloat16"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("call: the parts of its key")]
+    differs = f"A measured row may differ from it in {sizes}, and says" if sizes else "A measured row says"
+    assert line.endswith(f"{differs} nothing of device, grad")

@@ -18,6 +18,7 @@ import torch
 
 from tests.optimizer.conftest import NoAnalysis
 from tests.optimizer.planted import CLOCK, AddPause, FastButWrong, Nothing, TakePauseOut, pairs_of, start_clock
+from wavecrest import ops
 from wavecrest.cli.main import main
 from wavecrest.errors import BundleError, OutputError, PlanMismatch
 from wavecrest.measure import workload
@@ -25,6 +26,7 @@ from wavecrest.measure.timing import Interval
 from wavecrest.optimizer import api, bundle, confirm, verify
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.children import SideReport, Task
+from wavecrest.optimizer.gate.snapshot import same_bits
 from wavecrest.optimizer.side import measure_side
 from wavecrest.records import BundleRecord, archive
 
@@ -647,6 +649,32 @@ def test_hashes_see_values_shapes_dtypes_and_names() -> None:
     a, b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     b.load_state_dict(a.state_dict())
     assert bundle.hash_weights(a) == bundle.hash_weights(b) != bundle.hash_weights(torch.nn.Sequential(a))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+def test_hashes_see_the_integers_and_scales_of_quantized_tensors() -> None:
+    x, zeros = torch.arange(-4.0, 4.0).reshape(2, 4), torch.zeros(2, dtype=torch.int64)
+    one, channels = torch.quantize_per_tensor, torch.quantize_per_channel
+    made = [
+        one(x, 0.5, 0, torch.qint8), one(x + 0.5, 0.5, 0, torch.qint8), one(x, 0.25, 0, torch.qint8),
+        one(x, 0.5, 1, torch.qint8), one(x, 0.5, 128, torch.quint8), one(x, 0.5, 0, torch.qint32),
+        channels(x, torch.tensor([0.5, 0.5]), zeros, 0, torch.qint8),
+        channels(x, torch.tensor([0.5, 0.25]), zeros, 0, torch.qint8),
+        channels(x, torch.tensor([0.5, 0.5]), zeros + 1, 0, torch.qint8),
+        # the same integers
+        one(2 * x, 1.0, 0, torch.qint8), one(x, 0.5, 0, torch.qint8).int_repr(),
+    ]  # fmt: skip
+    assert len({bundle.hash_tensor(tensor) for tensor in made}) == len(made)
+    assert all(bundle.hash_tensor(tensor.clone()) == bundle.hash_tensor(tensor) for tensor in made)
+    for tensor in made:
+        assert same_bits(tensor, tensor.clone())
+        assert not any(same_bits(tensor, other) for other in made if other is not tensor)
+    # packed weights by their parts
+    layers = [torch.nn.Linear(64, 8, bias=False) for _ in range(2)]
+    for layer, scale in zip(layers, (1.0, 2.0), strict=True):
+        layer.weight = torch.nn.Parameter(ops.pack(torch.eye(8, 64) * scale, "int8"), requires_grad=False)
+    assert bundle.hash_weights(layers[0]) != bundle.hash_weights(layers[1])
+    assert bundle.hash_weights(copy.deepcopy(layers[0])) == bundle.hash_weights(layers[0])
 
 
 @pytest.mark.gpu

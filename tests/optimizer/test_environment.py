@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from tests.optimizer.conftest import NoAnalysis
 from tests.optimizer.planted import pairs_of
 from wavecrest import hardware
 from wavecrest.errors import EnvironmentProblem, StepRefused
+from wavecrest.measure import timing
 from wavecrest.measure.workload import from_example, load
 from wavecrest.optimizer.children import SideReport, Task
+from wavecrest.optimizer.ledger import Ledger
+from wavecrest.optimizer.measurer import Measurer
+from wavecrest.optimizer.options import Options, Silent
+from wavecrest.optimizer.state import RunState
 from wavecrest.optimizer.steps import StepContext, environment, step_by_id
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs, try_candidates, try_variable
 
@@ -132,6 +138,29 @@ def test_variables_that_are_set_already_are_not_tried(monkeypatch: pytest.Monkey
         name, _, value = site.partition("=")
         monkeypatch.setenv(name, value)
     assert not step_by_id("environment").find(context()).sites
+
+
+def test_what_a_run_has_set_reaches_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's trials have the variables of its beginning, whatever its steps have set since."""
+    file = tmp_path / "work.py"
+    file.write_text(
+        "import os, torch\n"
+        f"log = open({str(tmp_path / 'log')!r}, 'a')\n"
+        "log.write(f\"{os.environ.get('PLANTED')} {os.environ.get('SET_SINCE')}\\n\")\n"
+        "log.close()\n"
+        "def make():\n"
+        "    return torch.nn.Linear(4, 4), torch.randn(2, 4)\n"
+    )
+    workload = load(f"{file}:make")
+    (tmp_path / "log").unlink()
+    options, device, clock = Options(processes=1), hardware.cpu(), timing.HOST_CLOCK
+    ledger = Ledger(workload, device, options, folder=None)
+    measurer = Measurer(workload, 60.0, Silent(), clock)
+    state = RunState(workload, options, Silent(), device, ledger, measurer, NoAnalysis(workload), clock)
+    with state.children:
+        monkeypatch.setenv("SET_SINCE", "1")
+        try_variable(state.context, "PLANTED", "1", seconds=0.05)
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["1 None", "None None"]
 
 
 def test_real_children(tmp_path: Path) -> None:

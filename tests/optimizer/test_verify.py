@@ -36,7 +36,7 @@ from wavecrest.ops.rows.call import RowCall
 from wavecrest.optimizer import children, verify
 from wavecrest.optimizer.alternate import Claim
 from wavecrest.optimizer.children import Job, SideReport, Task, run_child
-from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.plan import EnvironmentSetting, Plan
 from wavecrest.optimizer.side import measure_side
 from wavecrest.optimizer.steps import ladder
 from wavecrest.records import BucketError, DecisionRow, QualityResult, StepOutcome, VerifyProcess
@@ -88,6 +88,17 @@ def test_plans_that_pass(plan: Plan, ci: Interval) -> None:
 def test_the_speed_of_a_plan_without_steps_is_not_judged(plan: Plan) -> None:
     empty = plan.model_copy(update={"stack": []})
     assert verify.verdict_of([process(0)], claim(SLOWER, 0.8), empty)[0] is True
+    assert verify.verdict_of([process(0)], claim(Interval(1.02, 1.1)), empty)[0] is True
+
+
+def test_a_plan_without_steps_that_is_faster_fails(plan: Plan) -> None:
+    """The workload slows its own model where it sees no plan."""
+    empty = plan.model_copy(update={"stack": []})
+    passed, why = verify.verdict_of([process(0)], claim(FASTER), empty)
+    assert passed is False and "the plan has no steps, and yet: 1.300× [1.200, 1.400]" in why
+    # variables are no steps, and may make it faster
+    row = EnvironmentSetting(name="OMP_WAIT_POLICY", value="active", ratio=1.3)
+    assert verify.verdict_of([process(0)], claim(FASTER), empty.model_copy(update={"environment": [row]}))[0] is True
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def show(record: OpBenchRecord) -> None:
                 reasons[f"{bench.op} {case.case}: {case.cut}"] = None
         if bench.problem:
             reasons[f"{bench.op}: {bench.problem}"] = None
-    out.print(table)
+    _shared.print_table(table)
     for reason in reasons:
         out.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
     out.print(

@@ -215,7 +215,7 @@ def _show_op(bench: OpBench, peers: list[str], peak_gbps: float | None) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for case in bench.cases:
         table.add_row(*_row(bench, case, peers, peak_gbps))
-    out.print(table)
+    _shared.print_table(table)
     for line in _notes(bench, peak_gbps):
         out.print(line, soft_wrap=True)
 
@@ -322,7 +322,8 @@ def summary(bench: OpBench, peak_gbps: float | None = None) -> list[str]:
         judged = [case for case in bench.cases if case.ci is not None]
         slower = [case.case for case in judged if case.ci is not None and case.ci.high < 1]
         lines.append(
-            f"best peers: geometric mean {bench.geomean:.2f}× {escape(str(bench.ci))} over {len(judged)} cases; "
+            f"best peers: geometric mean {bench.geomean:.2f}× {escape(str(bench.ci))} over {len(judged)} "
+            f"case{'' if len(judged) == 1 else 's'}; "
             + (f"slower in {len(slower)}: {escape(_few(slower))}" if slower else "slower in none")
         )
     each, busy, copied = [], [], []

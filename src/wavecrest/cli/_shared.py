@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pydantic
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.highlighter import JSONHighlighter
 from rich.markup import escape
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -45,6 +47,10 @@ class _Console(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
+
+# the least width of a column that is folded, and of one that is cut on purpose
+FOLDED, CUT = 14, 8
+_UNLIMITED = 10_000
 
 # results go to stdout, everything about the work in progress to stderr
 # no emoji: rich reads one in "M=4:a: …"
@@ -169,6 +175,67 @@ def shapes_line(shapes: dict[str, str], limit: int = 4) -> str:
     return shown + (f" and {len(shapes) - limit} more" if len(shapes) > limit else "")
 
 
+def print_table(table: Table) -> None:
+    """Print a table whose cells are text; where it is wider than the terminal, each row as a list below its first cell.
+
+    Columns with `overflow="fold"` wrap, those with a `max_width` are cut there. All others, the numbers, have the width
+    that they need: rich would cut them as well.
+    """
+    widths = _widths(table)
+    if widths is None:
+        _print_rows(table)
+        return
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    out.print(table)
+
+
+def _widths(table: Table) -> list[int] | None:
+    """The width of each column, so that all fit the terminal; None where they do not."""
+    # words are parted only where they would not fit whole
+    return _fitting(table, _UNLIMITED) or _fitting(table, FOLDED)
+
+
+def _fitting(table: Table, longest: int) -> list[int] | None:
+    least, widths = [], []
+    for column in table.columns:
+        lines = [line.plain for cell in (column.header, *column.cells) for line in _text(cell).split(allow_blank=True)]
+        width = max((cell_len(line) for line in lines), default=0)
+        word = max((cell_len(word) for line in lines for word in line.split()), default=0)
+        width = width if column.max_width is None else min(width, column.max_width)
+        cut = min(width, CUT) if column.max_width is not None else width
+        least.append(max(column.min_width or 0, min(word, longest) if column.overflow == "fold" else cut))
+        widths.append(max(width, least[-1]))
+    for column, width in zip(table.columns, least, strict=True):
+        column.width = width
+    edges = table.__rich_measure__(out, out.options.update(max_width=_UNLIMITED)).minimum - sum(least)
+    over = sum(widths) + edges - out.width
+    while over > 0:
+        # the widest of those that may give
+        place = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
+        if widths[place] == least[place]:
+            return None
+        widths[place] -= 1
+        over -= 1
+    return widths
+
+
+def _text(cell: RenderableType) -> Text:
+    return cell if isinstance(cell, Text) else out.render_str(str(cell))
+
+
+def _print_rows(table: Table) -> None:
+    first, *titles = [", ".join(_text(column.header).plain.split("\n")) for column in table.columns]
+    if table.title:
+        out.print(_text(table.title))
+    for name, *rest in zip(*(column.cells for column in table.columns), strict=True):
+        out.print(Text.assemble((f"{first} " if first else "", "dim"), _text(name)))
+        for title, cell in zip(titles, rest, strict=True):
+            value = Text(", ").join(_text(cell).split())
+            if value.plain:
+                out.print(Padding(Text.assemble(f"{title}: " if title else "", value), (0, 0, 0, 2), expand=False))
+
+
 def print_coverage(rows: Sequence[OpCoverage]) -> None:
     """Print how a run's calls were decided: per op its calls, and its keys by source; nothing if no op ran."""
     from wavecrest.dispatch.decision import SOURCES
@@ -185,5 +252,5 @@ def print_coverage(rows: Sequence[OpCoverage]) -> None:
     for row in rows:
         keys = [str(row.keys.get(source, "–")) for source in sources]
         table.add_row(escape(row.op), f"{sum(row.calls.values()):,}", *keys)
-    out.print(table)
+    print_table(table)
     out.print("[dim]calls inside torch.compile are decided and not counted; exact: a measured row of its own[/dim]")

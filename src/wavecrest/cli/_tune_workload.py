@@ -91,7 +91,7 @@ def show(record: WorkloadTuneRecord) -> None:
         else:
             after = f"{escape(one.winner)}{_time(one.us)}"
         table.add_row(escape(one.op), f"{one.calls:,}", before, after)
-    out.print(table)
+    _shared.print_table(table)
     for one in record.keys:
         if one.note:
             out.print(f"[yellow]{escape(one.op)}[/yellow] {escape(one.case)}: {escape(one.note)}", soft_wrap=True)

@@ -121,7 +121,7 @@ def show(record: BenchRecord) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for bench in record.buckets:
         table.add_row(*_row(bench))
-    out.print(table)
+    _shared.print_table(table)
     for bench in record.buckets:
         out.print(f"[dim]{escape(bench.bucket)}: {escape(_shared.shapes_line(bench.shapes))}[/dim]")
     _show_rates(record)
@@ -155,7 +155,7 @@ def _show_rates(record: BenchRecord) -> None:
             name = f"{escape(side.name)}\n[dim]{escape(pair.bucket)}[/dim]"
             table.add_row(name, *times, ratio, _per_second(by_bucket[pair.bucket], pair.new_ms))
     if any(side.buckets for side in record.sides):
-        out.print(table)
+        _shared.print_table(table)
     for side in record.sides:
         if side.problem:
             out.print(f"[yellow]{escape(side.name)}[/yellow]: no time: {escape(side.problem)}", soft_wrap=True)

@@ -181,7 +181,7 @@ def show(record: CompareRecord) -> None:
         times = ["unstable" if ms is None else _shared.format_time(ms) for ms in (change.a_ms, change.b_ms)]
         over = "\nover the limit" if change.regression else ""
         table.add_row(escape(change.bucket), *times, ratio, interval, f"[{style}]{change.verdict}[/{style}]{over}")
-    out.print(table)
+    _shared.print_table(table)
     for warning in record.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
     out.print("[dim]The interval covers the noise inside each run, not what differs between two runs.[/dim]")

@@ -144,7 +144,7 @@ def show(op: OpArgument = None, arch: ArchOption = None, json: _shared.JsonOptio
     for row in record.rows:
         table.add_row(*_cells(row))
     if record.rows:
-        _shared.out.print(table)
+        _shared.print_table(table)
     mine = sum(row.place == "user" for row in record.rows)
     _shared.out.print(f"{mine} rows of the user's, {len(record.rows) - mine} of the package's")
 
@@ -465,7 +465,7 @@ def evaluate_near_rows(
     for one in run_evaluate_near_rows(paths):
         times = [f"{value:.3f}×" for value in (one.chosen, one.default)]
         table.add_row(escape(one.op), str(one.keys), str(one.taken), *times, str(one.slower), f"{one.worst:.3f}×")
-    _shared.out.print(table)
+    _shared.print_table(table)
     _shared.out.print(
         "chosen, default: geometric mean of the time over the measured best; slower: keys that a near row made slower "
         "than the default by over 1 %; worst: the largest such ratio",

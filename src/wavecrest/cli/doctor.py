@@ -152,7 +152,7 @@ def _show_smoke(rows: Sequence[SmokeRow]) -> None:
         if row.outcome != "refused":
             note = "runs here" if row.picked and not row.reason else row.reason
             table.add_row(escape(row.op), escape(row.backend), _OUTCOMES[row.outcome], escape(note))
-    _shared.out.print(table)
+    _shared.print_table(table)
     refusals: dict[str, list[str]] = {}
     for row in rows:
         if row.outcome == "refused":

@@ -38,6 +38,8 @@ class ExplainRecord(pydantic.BaseModel):
     device: str
     arch: str
     key: dict[str, Any]
+    # what the parts of the key mean
+    parts: str = ""
     backend: str
     # the kernels that are launched, or the function of the backend
     function: str = ""
@@ -229,6 +231,7 @@ def _explained(
         device=device,
         arch=arch,
         key=dict(zip(op.key_fields, decision.key, strict=True)),
+        parts=_parts(op),
         backend=decision.backend,
         function=function,
         config=dict(decision.config or {}),
@@ -282,9 +285,24 @@ def _show(record: ExplainRecord) -> None:
     for backend, reason in record.refused.items():
         table.add_row(escape(f"not {backend}"), escape(reason))
     table.add_row("least work", f"{record.flops:,} operations, {record.bytes:,} bytes")
-    _shared.out.print(table)
+    _shared.print_table(table)
+    if record.parts:
+        _shared.out.print(f"[dim]call: {escape(record.parts)}[/dim]")
     if record.note:
         _shared.out.print(escape(record.note))
+
+
+def _parts(op: AnyOp) -> str:
+    """The meaning of the parts of a key, from the op's description of it."""
+    from wavecrest.dispatch.lookup import UNLISTED
+
+    differs = f" may differ from it in {', '.join(op.key_sizes)}, and" if op.key_sizes else ""
+    apart = ", ".join(name for name in op.key_fields if name in UNLISTED)
+    return (
+        "the parts of its key, on which the choice may depend; calls that agree in all of them run the same. "
+        "Counts of rows, tokens or sequences may be buckets: exact up to 8, then the next power of two, 0 for any. "
+        f"A measured row{differs} says nothing of {apart}"
+    )
 
 
 def _show_ranking(record: RankingRecord) -> None:
@@ -313,7 +331,7 @@ def _show_ranking(record: RankingRecord) -> None:
         backend = f"{one.backend} (default)" if one.default else one.backend
         runs = f"{escape(backend)}\n[dim]{escape(config)}[/dim]"
         table.add_row(str(place), runs, _shared.format_time(one.us / 1e3), escape(words))
-    _shared.out.print(table)
+    _shared.print_table(table)
     hidden = len(record.ranking) - SHOWN
     if hidden > 0:
         _shared.out.print(f"of {len(record.ranking)} configurations; --json has all")

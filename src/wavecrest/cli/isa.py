@@ -221,7 +221,8 @@ def show(record: IsaRecord, *, diff: bool = False, code: bool = False) -> None:
         for group in _groups(rows, out.width) if not diff else [rows]:
             out.print(_title(group), soft_wrap=True)
             if any(row.facts is not None for row in group) and not (diff and any(row.facts is None for row in group)):
-                out.print(_table(group, diff=diff))
+                table = _table(group, diff=diff)
+                out.print(table) if isinstance(table, str) else _shared.print_table(table)
             for row in group:
                 if row.facts is None:
                     out.print(f"[red]{escape(f'{row.arch} {row.chosen}')}:[/red] {escape(row.reason)}", soft_wrap=True)

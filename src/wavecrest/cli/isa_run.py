@@ -139,7 +139,7 @@ def _show_cases(record: EmulationRecord) -> None:
         table.add_row(
             escape(case.case), escape(shape), escape(case.dtype), _OUTCOMES[case.outcome], _error(case), *numbers
         )
-    _shared.out.print(table)
+    _shared.print_table(table)
     for case in record.cases:
         if case.reason:
             mark = _OUTCOMES[case.outcome]

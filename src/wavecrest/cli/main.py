@@ -76,7 +76,7 @@ def _usage(error: Exception) -> str:
         return ""
     if text.endswith("?"):
         return f"{text} See `wavecrest --help`"
-    return f"{text}; see `wavecrest --help`" if text else ""
+    return f"{text.removesuffix('.')}; see `wavecrest --help`" if text else ""
 
 
 def _print_version(value: bool) -> None:

@@ -291,7 +291,7 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
         style = STYLES[step.verdict]
         cells += [f"[{style}]{step.verdict}[/]", f"[dim]{escape(_short(step.reason, 200 if wide else 60))}[/]"]
         table.add_row(*cells)
-    console.print(table)
+    _shared.print_table(table)
     skipped = sum(step.verdict == "skipped" for step in record.steps)
     if skipped:
         console.print(f"[dim]{skipped} step{'' if skipped == 1 else 's'} skipped; the report has the reason of each[/]")

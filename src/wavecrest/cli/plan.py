@@ -77,7 +77,7 @@ def show(
         in_force = step.id in loaded.stack or step.level == 1
         verdict = step.verdict if step.verdict != "kept" or in_force else "kept, then replaced"
         table.add_row(escape(step.title), verdict, speed, f"[dim]{escape(step.reason)}[/]")
-    out.print(table)
+    _shared.print_table(table)
     if skipped:
         out.print(f"[dim]{skipped} step{'' if skipped == 1 else 's'} skipped; --all lists them[/]")
     for setting in loaded.environment:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # rows of the table of ops; profile.json has them all
 TOP = 12
-BAR = 24
+# the length of bars, by the width of a terminal from which they have it
+BARS = {80: 24, 60: 10}
 
 
 def run(
@@ -118,21 +119,17 @@ def _print_bucket(bucket: BucketProfile) -> None:
             f"idle {idle:.0%}, {bucket.launches} launches"
         )
     categories = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    bar = next((size for width, size in BARS.items() if console.width >= width), 0)
     categories.add_column(no_wrap=True)
-    categories.add_column(no_wrap=True, width=BAR)
+    if bar:
+        categories.add_column(no_wrap=True, min_width=bar)
     for _ in range(3):
         categories.add_column(no_wrap=True, justify="right")
     for entry in bucket.categories:
-        bar = "█" * max(1, round(entry.share * BAR))
-        cells = [
-            escape(entry.category),
-            f"[cyan]{bar}[/]",
-            f"{entry.share:.1%}",
-            ms(entry.ms),
-            _count(entry.calls, "call"),
-        ]
-        categories.add_row(*cells)
-    console.print(categories)
+        bars = [f"[cyan]{'█' * max(1, round(entry.share * bar))}[/]"] if bar else []
+        cells = [f"{entry.share:.1%}", ms(entry.ms), _count(entry.calls, "call")]
+        categories.add_row(escape(entry.category), *bars, *cells)
+    _shared.print_table(categories)
     if bucket.uncategorized:
         shown = ", ".join(bucket.uncategorized[:6]) + (", …" if len(bucket.uncategorized) > 6 else "")
         console.print(f"[dim]other: {escape(shown)}[/]")
@@ -142,22 +139,21 @@ def _print_bucket(bucket: BucketProfile) -> None:
 def _print_ops(ops: list[OpTime]) -> None:
     console = _shared.out
     wide = console.width >= 110
-    names, figures, kernels = (44 if wide else 20), (5, 9, 6, 8), (30 if wide else 0)
-    # the shapes get the width that the figures leave
-    shapes = max(8, console.width - names - sum(figures) - kernels - 2 * (6 if wide else 5))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("op", overflow="ellipsis", no_wrap=True, max_width=names)
-    table.add_column("shapes", overflow="ellipsis", no_wrap=True, max_width=shapes)
-    for header, width in zip(("calls", "time", "share", "roofline"), figures, strict=True):
-        table.add_column(header, justify="right", no_wrap=True, min_width=width)
+    table.add_column("op", overflow="ellipsis", no_wrap=True, max_width=44 if wide else 20)
+    # they get the width that the figures leave, and no size of them is parted
+    sizes = max((len(word) for op in ops[:TOP] for word in op.shapes.split()), default=0)
+    table.add_column("shapes", overflow="fold", min_width=sizes)
+    for header in ("calls", "time", "share", "roofline"):
+        table.add_column(header, justify="right", no_wrap=True)
     if wide:
-        table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=kernels)
+        table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)
     for op in ops[:TOP]:
         name = op.name.removeprefix("aten::")
         cells = [escape(name), escape(op.shapes), str(op.calls), ms(op.ms), f"{op.share:.1%}", _roofline(op)]
         table.add_row(*cells, *([escape(op.kernels[0] if op.kernels else "")] if wide else []))
     console.print()
-    console.print(table)
+    _shared.print_table(table)
     if len(ops) > TOP:
         rest = sum(op.share for op in ops[TOP:])
         console.print(f"[dim]and {len(ops) - TOP} more with {rest:.1%} of the time[/]")

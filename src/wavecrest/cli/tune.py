@@ -273,7 +273,7 @@ def show(record: TuneRecord) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for key in record.keys:
         table.add_row(*_row(key))
-    out.print(table)
+    _shared.print_table(table)
     for line in notes(record):
         out.print(line, soft_wrap=True)
 

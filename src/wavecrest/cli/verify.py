@@ -129,7 +129,7 @@ def print_processes(record: VerifyRecord) -> None:
             )
         for text in result.warnings:
             _shared.err.print(f"[yellow]process {result.process}:[/] {escape(text)}")
-    _shared.out.print(table)
+    _shared.print_table(table)
     if record.drift is not None and record.processes[1:]:
         _shared.out.print(f"[dim]the original changed by {record.drift:+.1%} from the first process to the last[/]")
 
@@ -148,5 +148,5 @@ def print_bundle(record: BundleRecord) -> None:
     for row in record.checks:
         text = row.detail if row.passed is not None else f"not checked: {row.detail}"
         table.add_row(MARKS[row.passed], escape(row.what), escape(text))
-    out.print(table)
+    _shared.print_table(table)
     out.print(f"[{STYLES[record.outcome]}]{record.outcome}[/]: {escape(record.reason)}")

@@ -55,6 +55,10 @@ class CapturedModule(nn.Module):
         # objects whose identity is in a signature must stay alive, or another could get the same id
         self._alive: list[Any] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the graphs, which are of this module's memory: a copy captures its own."""
+        return {**super().__getstate__(), "_graphs": {}, "_pool": None, "_alive": []}  # type: ignore[no-untyped-call]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -34,6 +34,21 @@ _search: Callable[[Any], Any] | None = None
 ARGUMENT = "attention_mask"
 
 
+class Registered:
+    """An attention implementation that is known to transformers; an attribute of the models that use it.
+
+    A model names its implementation and does not hold it: pickle, which makes this again, registers it again.
+    """
+
+    def __init__(self, register: Callable[[], None]) -> None:
+        """Register it by a function that pickle finds by its name."""
+        register()
+        self.register = register
+
+    def __reduce__(self) -> tuple[type[Registered], tuple[Callable[[], None]]]:
+        return Registered, (self.register,)
+
+
 def register() -> None:
     """Make "wavecrest_sdpa", `attend` with `mask`, known to transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -168,15 +183,22 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
         # a step that was kept since has set an implementation of its own, which uses such masks as well
         if _implementations(module) != {SDPA}:
             continue
-        set_implementation(module, NAME)
+        set_implementation(module, NAME, register)
 
 
-def set_implementation(module: nn.Module, name: str) -> None:
+def set_implementation(module: nn.Module, name: str, register: Callable[[], None] | None = None) -> None:
     """Set the attention implementation of a transformers model and of all models inside it, in place.
+
+    Args:
+        module: a transformers model.
+        name: of the implementation.
+        register: makes it known to transformers; None for those that transformers knows.
 
     Raises:
         StepRefused: that of one of them cannot be set.
     """
+    if register is not None:
+        module.wavecrest_attention = Registered(register)  # type: ignore[assignment]
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "set_attn_implementation")]
     for part in parts:
         # the outer model sets those inside, but transformers 5.17 leaves the stacks of a T5 as they were

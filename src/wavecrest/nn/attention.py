@@ -28,6 +28,7 @@ from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.nn.append import Appended, Unrotated
 from wavecrest.nn.kv_store import Cached
+from wavecrest.nn.precision import by_autocast
 from wavecrest.ops._flash_attention.backend import op as _flash_attention
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
 from wavecrest.ops._flash_decoding.backend import op as _flash_decoding
@@ -246,6 +247,9 @@ def attend(
         warn_fallback(reason, "rotates and appends in launches of their own")
         query, key, value = key.plain(query)
     assert isinstance(query, Tensor) and not isinstance(value, Appended)
+    if isinstance(key, Tensor):
+        cast = by_autocast(query, key, value)
+        query, key, value = cast
     undecoded = ""
     if attention_mask is not None and is_lengths(attention_mask):
         undecoded = _undecoded(query, value.v if isinstance(value, Cached) else value, dropout, position_bias)
@@ -438,7 +442,8 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, its arguments and meaning, over the op.
 
-    What the op does not take PyTorch runs, with an `AttentionFallback` for the reason. A query that sees nothing has 0.
+    In autocast it computes in its dtype, as PyTorch's does. What the op does not take PyTorch runs, with an
+    `AttentionFallback` for the reason. A query that sees nothing has 0.
 
     Args:
         layout: "bshd" or "bhsd", the order of the result in memory. A model's next operation wants the first.
@@ -446,6 +451,7 @@ def sdpa(
     Returns:
         [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv], or contiguous with "bhsd".
     """
+    query, key, value, attn_mask = by_autocast(query, key, value, attn_mask)
     call = sdpa_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout)
     if isinstance(call, str):
         for calls in () if torch.compiler.is_compiling() else _watchers:

@@ -19,6 +19,7 @@ from wavecrest.errors import StepRefused
 from wavecrest.nn.activation import activation_name
 from wavecrest.nn.hooks import plain
 from wavecrest.nn.multihead_attention import MultiheadAttention
+from wavecrest.nn.precision import in_autocast
 from wavecrest.ops import flash_attention, linear
 
 # devices on which bias, activation and residual are epilogues of GEMMs
@@ -125,7 +126,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + linear2(activation(linear1(x))), all [..., E]."""
         one, two = self.linear1, self.linear2
-        if x.device.type not in EPILOGUES or not self.activation_name or not type(one) is type(two) is nn.Linear:
+        fuses = x.device.type in EPILOGUES and self.activation_name and type(one) is type(two) is nn.Linear
+        # in autocast the residual is not of the GEMMs' dtype
+        if not fuses or in_autocast(x):
             return residual + cast(Tensor, two(self.activation(one(x))))
         inner = linear(x, one.weight, one.bias, activation=self.activation_name)
         return linear(inner, two.weight, two.bias, residual=residual)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.nn.activation import activation_name
 from wavecrest.nn.hooks import plain, recast
+from wavecrest.nn.precision import by_autocast
 from wavecrest.ops import moe, pack
 from wavecrest.ops.packed import mxfp4_of_pairs
 from wavecrest.ops.packed.formats import INT4_UNIT, MX_GROUP
@@ -74,8 +75,10 @@ class Experts(nn.Module):
         w2: Tensor = self.down_proj
         if self.transposed:
             w1, w2 = w1.mT, w2.mT
+        # 4 bits are bytes
+        x, w1, w2, b1, b2 = by_autocast(hidden_states, w1, w2, self.gate_up_proj_bias, self.down_proj_bias)
         return moe(
-            hidden_states, w1, w2, top_k_weights, top_k_index, self.gate_up_proj_bias, self.down_proj_bias,
+            x, w1, w2, top_k_weights, top_k_index, b1, b2,
             self.activation, self.interleaved, self.alpha, self.limit, self.gate_up_proj_scale, self.down_proj_scale,
         )  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""PyTorch's names for the ops: matmul, linear, conv2d, attention, softmax and norms, with its arguments and meaning."""
+"""PyTorch's names for the ops: matmul, linear, conv2d, attention, softmax and norms, with its arguments and meaning.
+
+Inside of autocast the first four compute in its dtype, as PyTorch's do.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.nn.attention import sdpa
-from wavecrest.nn.precision import in_16_bits, of_gemm, rounded
+from wavecrest.nn.precision import by_autocast, in_16_bits, of_gemm, rounded
 from wavecrest.ops import (
     PackedWeight,
     add_layer_norm,
@@ -52,6 +55,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b[:, None]).squeeze(-1)
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim == 1 and b.ndim > 2:
         return matmul(a[None], b).squeeze(-2)
+    a, b = by_autocast(a, b)
     dtype = rounded(a)
     if dtype is None:
         return _gemm(a, b, precision=of_gemm(a))
@@ -72,6 +76,7 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     Raises:
         InvalidArgument: a shape, dtype or device is outside this.
     """
+    x, weight, bias = by_autocast(x, weight, bias)
     dtype = rounded(x)
     if dtype is None:
         return _linear(x, weight, bias, precision=of_gemm(x))
@@ -103,6 +108,7 @@ def conv2d(
     """
     if isinstance(x, Tensor) and x.ndim == 3:
         return conv2d(x[None], weight, bias, stride, padding, dilation, groups, activation=activation)[0]
+    x, weight, bias = by_autocast(x, weight, bias)
     dtype = rounded(x)
     if dtype is None:
         return _conv2d(x, weight, bias, stride, padding, dilation, groups, activation)
@@ -146,6 +152,7 @@ def attention(
         InvalidArgument: a shape or device is outside this.
         RuntimeError: PyTorch refuses a call that it was left.
     """
+    query, key, value, attn_mask = by_autocast(query, key, value, attn_mask)
     dtype = rounded(query)
     # as PyTorch's kernels write it: their result is used without a copy
     layout = "bhsd" if query.ndim == 4 and query.is_contiguous() else "bshd"

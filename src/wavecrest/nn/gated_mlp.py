@@ -12,6 +12,7 @@ from wavecrest.dispatch.op import Op
 from wavecrest.errors import StepRefused, Unsupported
 from wavecrest.nn.fused_weights import FusedSlice, FusedWeights
 from wavecrest.nn.hooks import plain
+from wavecrest.nn.precision import by_autocast, in_autocast
 from wavecrest.ops import gelu_and_mul, linear, silu_and_mul
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import linear_call
@@ -47,7 +48,7 @@ class GatedMLP(nn.Module):
         """x [..., hidden] to [..., hidden]."""
         fused = self._halves()
         if fused is not None and self._in_one(x, fused):
-            hidden = linear(x, fused.weight, fused.bias, activation=f"{self.activation}_and_mul")
+            hidden = linear(*by_autocast(x, fused.weight, fused.bias), activation=f"{self.activation}_and_mul")
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
             if self.activation == "silu":
@@ -72,9 +73,9 @@ class GatedMLP(nn.Module):
         """
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return False
-        asked = (Op.epoch, x.shape, x.stride(), x.dtype, x.device, fused.weight.data_ptr())
+        asked = (Op.epoch, in_autocast(x), x.shape, x.stride(), x.dtype, x.device, fused.weight.data_ptr())
         if asked != self._asked:
-            call = linear_call(x, fused.weight, fused.bias, activation=f"{self.activation}_and_mul")
+            call = linear_call(*by_autocast(x, fused.weight, fused.bias), activation=f"{self.activation}_and_mul")
             try:
                 found = op.decide(call)
                 self._fuses = found.own_kernel and found.source != "default"

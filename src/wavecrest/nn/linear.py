@@ -13,8 +13,8 @@ from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
 from wavecrest.nn.hooks import plain
-from wavecrest.nn.precision import in_16_bits, of_gemm, rounded
-from wavecrest.ops import PackedWeight, linear, pack
+from wavecrest.nn.precision import by_autocast, in_16_bits, in_autocast, of_gemm, rounded
+from wavecrest.ops import PackedWeight, linear, pack, rms_norm
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GATED, linear_call
 from wavecrest.ops.common.activation import ACTIVATIONS
@@ -35,6 +35,7 @@ def linear_on(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | 
 
     By dispatch's choice where that refuses, with a `LinearFallback` for each reason, once.
     """
+    x, weight, bias = by_autocast(x, weight, bias)
     call = linear_call(x, weight, bias, activation=activation)
     if torch.compiler.is_compiling():
         # asked first: Dynamo does not trace how Unsupported is made
@@ -198,8 +199,10 @@ class Linear(nn.Module):
         """x [..., K] to [..., N]; `residual` [..., N] is added after the activation.
 
         With `norm_weight` [K] it is RMSNorm(x) that is multiplied, with `overwrite_residual` the result may be made in
-        the residual's memory: see `wavecrest.ops.gemm`.
+        the residual's memory: see `wavecrest.ops.gemm`. In autocast the GEMM is in its dtype.
         """
+        if in_autocast(x):
+            return self._cast(x if norm_weight is None else rms_norm(x, norm_weight, norm_eps), residual)
         if STATE.precision != "ieee" and x.dtype == torch.float32:
             x, weight, tail, precision, out_dtype = self._by_policy(x)
             return linear(
@@ -210,6 +213,12 @@ class Linear(nn.Module):
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
             norm_eps=norm_eps, tail=self.tail, overwrite_residual=overwrite_residual,
         )  # fmt: skip
+
+    def _cast(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The layer in autocast: the GEMM in its dtype, the residual in its own."""
+        x, weight, bias, tail = by_autocast(x, self.weight, self.bias, self.tail)
+        y = linear(x, weight, bias, activation=self.activation, tail=tail)
+        return y if residual is None else residual + y
 
     def _by_policy(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, str, torch.dtype | None]:
         """x, weight and tail, precision and dtype of the result, as `wavecrest.settings` asks of float32."""

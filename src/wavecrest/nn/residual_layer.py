@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused, Unsupported
+from wavecrest.nn.derived import derive
 from wavecrest.nn.hooks import plain, recast
 from wavecrest.nn.linear import Linear
 
@@ -145,9 +146,11 @@ def adopt(layer: nn.Module) -> None:
         end = layer.get_submodule(path)
         linear = end if isinstance(end, Linear) else Linear.from_module(end)
         setattr(layer.get_submodule(part), name, recast(linear, AddingLinear))
-    kind = type(layer)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _forward(kind.forward)}
-    layer.__class__ = type(kind.__name__, (kind,), names)
+    derive(layer, _adding)
+
+
+def _adding(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"forward": _forward(kind.forward)})
 
 
 def _forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from wavecrest.errors import StepRefused, Unsupported
+from wavecrest.nn.derived import derive
 from wavecrest.nn.encoder_layer import Rows
 from wavecrest.nn.hooks import plain
 
@@ -196,20 +196,13 @@ def adopt(module: nn.Module, masks: Masks, config: Any) -> None:
     """
     if reason := stack_refusal(module):
         raise StepRefused(f"{type(module).__name__}: {reason}")
-    kind: Any = type(module)
-    module.__class__ = _unpadded(kind)
+    derive(module, _unpadded)
     made = cast(Unpadded, module)
     made.unpadded_masks, made.unpadded_config = masks, config
 
 
-@cache
-def _unpadded(kind: Any) -> type[nn.Module]:
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "unpadded_signature": signature_of(kind),
-    }
-    return type(kind.__name__, (Unpadded, kind), names)
+def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (Unpadded, kind), {"unpadded_signature": signature_of(kind)})
 
 
 def signature_of(kind: type[nn.Module]) -> inspect.Signature:

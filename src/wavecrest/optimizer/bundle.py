@@ -26,7 +26,7 @@ from pydantic import Field
 
 from wavecrest.errors import BundleError, RecordError
 from wavecrest.measure.workload import source_of
-from wavecrest.optimizer.gate.snapshot import bits
+from wavecrest.optimizer.gate.snapshot import bits, in_parts
 from wavecrest.optimizer.plan import Plan
 from wavecrest.records import OptimizeRecord, archive, decode, files, of_value, provenance
 
@@ -219,7 +219,7 @@ def _hash_file(path: Path) -> str:
 def hash_weights(model: nn.Module) -> str:
     """The hash of a model's parameters and buffers: names, shapes, dtypes and bits."""
     total = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in in_parts(dict((*model.named_parameters(), *model.named_buffers()))).items():
         total.update(f"{name}\0{hash_tensor(tensor)}\0".encode())
     return total.hexdigest()
 
@@ -241,12 +241,21 @@ def _together(values: list[Tensor]) -> str:
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """The hash of a tensor's shape, dtype and bits, wherever it lies."""
-    total = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}\0".encode())
+    """The hash of a tensor's shape, dtype, scales of a quantized one, and bits, wherever it lies."""
+    total = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}{_scales(tensor)}\0".encode())
     plain = tensor.detach()
     for part in _parts(plain if plain.layout == torch.strided else plain.to_dense()):
         total.update(part.cpu().numpy().tobytes())
     return total.hexdigest()
+
+
+def _scales(tensor: Tensor) -> str:
+    if not tensor.is_quantized:
+        return ""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f" {tensor.q_scale()!r} {tensor.q_zero_point()}"
+    parts = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return f" {tensor.q_per_channel_axis()} {_together(list(parts))}"
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

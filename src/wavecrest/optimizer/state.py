@@ -38,7 +38,7 @@ class RunState:
         gate: the accuracy gate; prepared once the baseline is measured.
         untouched: puts the user's model back as it was, after every step and at the end.
         costs: what trials took so far.
-        children: starts the fresh processes of the final measurement.
+        children: starts the fresh processes of the final measurement and of trials of variables.
         began: when this run began, by `now`.
     """
 
@@ -70,6 +70,7 @@ class RunState:
             precision=self.options.precision,
             quantize=self.options.wish,
             processes=self.options.processes,
+            starter=self.children,
             now=self.now,
         )
 

@@ -19,7 +19,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided:
         return bool(torch.equal(a.to_dense(), b.to_dense()))
-    return bool(torch.equal(bits(a), bits(b).to(a.device)))
+    # of quantized tensors the scales too
+    one, two = (a, b.to(a.device)) if a.is_quantized else (bits(a), bits(b).to(a.device))
+    return bool(torch.equal(one, two))
 
 
 def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,7 +37,10 @@ def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as whole numbers, in one dimension."""
+    """The bits of a tensor as whole numbers, in one dimension; of a quantized one its integers, without scales."""
+    if tensor.is_quantized:
+        # PyTorch ends the process that views one as another dtype, and reads it
+        tensor = tensor.detach().int_repr()
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.errors import PlanError, StepRefused
 from wavecrest.graphs import masks
 from wavecrest.graphs.capture import device_time
+from wavecrest.optimizer.steps.around import Around
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import PackGQAOwners, SDPABackendName, SDPAOwners
 
@@ -108,9 +109,8 @@ class PackGQA(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Register the implementation and select it."""
-        register_pack_gqa()
         for name in params["owners"]:
-            masks.set_implementation(model.get_submodule(name), params["implementation"])
+            masks.set_implementation(model.get_submodule(name), params["implementation"], register_pack_gqa)
         return model
 
 
@@ -215,17 +215,23 @@ class SDPABackend(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Run the forward under torch.nn.attention.sdpa_kernel."""
+        # raises if this torch does not have it
+        _backend(params["backend"])
+        model.forward = _Pinned(model, params["backend"])
+        return model
+
+
+class _Pinned(Around):
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        # pickle does not take PyTorch's object
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.nn.attention import sdpa_kernel
 
-        backend = _backend(params["backend"])
-        forward = model.forward
-
-        def run_pinned(*args: Any, **kwargs: Any) -> Any:
-            with sdpa_kernel(backend):
-                return forward(*args, **kwargs)
-
-        model.forward = run_pinned
-        return model
+        with sdpa_kernel(_backend(self.name)):
+            return self.run(*args, **kwargs)
 
 
 def _backend(name: str) -> Any:

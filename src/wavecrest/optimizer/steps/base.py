@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
+    from wavecrest.optimizer.children import Starter
     from wavecrest.optimizer.options import Wish
     from wavecrest.records import BucketProfile, CauseKind, Ceilings
 
@@ -87,6 +88,8 @@ class StepContext:
     precision: str | None = None
     quantize: Wish | None = None
     processes: int = 3
+    # of the run's child processes; None: they have this process's variables as they are
+    starter: Starter | None = None
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
     captured: bool = False

@@ -164,6 +164,9 @@ def rounds_of_loading(context: StepContext, pairs: int) -> int:
 def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
     """A/B of one variable over `context.processes` fresh processes a side, which alternate.
 
+    All are new interpreters, with the run's first variables and this one: forked processes have their server's, and a
+    server for each side would give all processes of a side one layout of memory, whose luck would be the variable's.
+
     Raises:
         StepRefused: a child fails; the message carries its last line.
     """
@@ -176,7 +179,7 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
         }
         memory = 2 * memory_of(context.workload)
         claim = alternate(
-            lambda first, count: run_pairs([jobs] * count, first, memory=memory),
+            lambda first, count: run_pairs([jobs] * count, first, memory=memory, starter=context.starter),
             unit="processes",
             looks={context.processes: TAIL},
             min_gain=0.0,

@@ -80,12 +80,14 @@ class FuseAppend(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Give each site the forward; the first one checks that there is a place left in the cache."""
+        from wavecrest.nn.derived import derive
+
         for number, path in enumerate(params["sites"]):
             module = model.get_submodule(path)
             reason = _refusal(module) if _calls_it(module) else "it calls no function that rotates q and k"
             if reason:
                 raise StepRefused(f"{path} ({type(module).__name__}): {reason}")
-            _take_over(module, params["style"], checks=number == 0)
+            derive(module, _appending, params["style"], number == 0)
         return model
 
 
@@ -98,7 +100,7 @@ def _refusal(module: nn.Module) -> str:
     if not plain(module, kind):
         return "it has hooks, or a forward of its own"
     try:
-        _function_of(module)
+        _function_of(kind)
     except StepRefused as error:
         return str(error)
     takes = inspect.signature(inspect.unwrap(kind.forward)).parameters
@@ -109,18 +111,14 @@ def _refusal(module: nn.Module) -> str:
     return ""
 
 
-def _take_over(module: nn.Module, style: str, checks: bool, told: Callable[[str], None] | None = None) -> None:
-    """Change the class of a module to a subclass whose forward holds back rotation and cache update."""
+def _appending(
+    kind: type[nn.Module], style: str, checks: bool, told: Callable[[str], None] | None = None
+) -> type[nn.Module]:
+    """A subclass whose forward holds back rotation and cache update."""
     from wavecrest.nn.append_forward import appending, rotating
 
-    kind = type(module)
-    forward = _seeing(kind.forward, rotating(_function_of(module)))
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "forward": appending(forward, style, checks, told),
-    }
-    module.__class__ = type(kind.__name__, (kind,), names)
+    forward = _seeing(kind.forward, rotating(_function_of(kind)))
+    return type(kind.__name__, (kind,), {"forward": appending(forward, style, checks, told)})
 
 
 def _tried(model: nn.Module, paths: list[str], style: str, inputs: list[Inputs]) -> tuple[list[str], list[str]]:
@@ -137,7 +135,8 @@ def _tried(model: nn.Module, paths: list[str], style: str, inputs: list[Inputs])
     made = structural_copy(model)
     told: dict[str, list[str]] = {path: [] for path in paths}
     for path in paths:
-        _take_over(made.get_submodule(path), style, checks=False, told=told[path].append)
+        module = made.get_submodule(path)
+        module.__class__ = _appending(type(module), style, checks=False, told=told[path].append)
     access, appended = KEY_FIELDS.index("access"), 0
     with torch.no_grad(), watching() as calls:
         for one in inputs:

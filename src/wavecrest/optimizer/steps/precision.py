@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import PlanError
+from wavecrest.optimizer.steps.around import Around
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import PrecisionName
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 PRECISIONS = {
@@ -68,34 +70,44 @@ class Precision(Step):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Autocast around the call, or TF32 inside it."""
         import torch
+
+        if params["precision"] == "tf32":
+            model.forward = _TF32(model)
+            return model
+        device_type = next((p.device.type for p in model.parameters()), "cpu")
+        dtype = torch.bfloat16 if params["precision"] == "bf16" else torch.float16
+        model.forward = _Autocast(model, device_type, dtype)
+        return model
+
+
+class _TF32(Around):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class _Autocast(Around):
+    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.device_type, self.dtype = device_type, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
         from torch.utils import _pytree as pytree
 
-        forward = model.forward
-        device_type = next((p.device.type for p in model.parameters()), "cpu")
-        if params["precision"] == "tf32":
-
-            def run_tf32(*args: Any, **kwargs: Any) -> Any:
-                before = torch.get_float32_matmul_precision()
-                torch.set_float32_matmul_precision("high")
-                try:
-                    return forward(*args, **kwargs)
-                finally:
-                    torch.set_float32_matmul_precision(before)
-
-            model.forward = run_tf32
-            return model
-        dtype = torch.bfloat16 if params["precision"] == "bf16" else torch.float16
-
-        def run_autocast(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device_type, dtype=dtype):
-                result = forward(*args, **kwargs)
-            # callers of a float32 model get float32
-            return pytree.tree_map(
-                lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype else leaf, result
-            )
-
-        model.forward = run_autocast
-        return model
+        dtype = self.dtype
+        with torch.autocast(self.device_type, dtype=dtype):
+            result = self.run(*args, **kwargs)
+        # callers of a float32 model get float32
+        return pytree.tree_map(
+            lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype else leaf, result
+        )
 
 
 def precision_steps() -> list[Step]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import StepRefused, WavecrestError
 from wavecrest.graphs import masks
+from wavecrest.optimizer.steps.around import Around
 from wavecrest.optimizer.steps.attention import _attention_owners
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
 from wavecrest.optimizer.steps.params import RoutedOwners, RoutedSites
@@ -128,18 +129,16 @@ class ReplaceSDPA(Step):
         """Run the forward of each site with its calls taken over."""
         for path in params["sites"]:
             module = model.get_submodule(path)
-            module.forward = _routed(module.forward)
+            module.forward = _Routed(module)
         return model
 
 
-def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from wavecrest.nn.attention import RouteSDPA
+class _Routed(Around):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from wavecrest.nn.attention import RouteSDPA
 
-    def run(*args: Any, **kwargs: Any) -> Any:
         with RouteSDPA():
-            return forward(*args, **kwargs)
-
-    return run
+            return self.run(*args, **kwargs)
 
 
 def sdpa_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Call]]:
@@ -217,12 +216,12 @@ def use_attention(model: nn.Module, owners: Any = None) -> nn.Module:
     Raises:
         StepRefused: there is no such model, or one does not call its attention through transformers' interface.
     """
-    register_attention()
-    return set_attention(model, _attention_owners(model) if owners is None else owners, NAME)
+    owners = _attention_owners(model) if owners is None else owners
+    return set_attention(model, owners, NAME, register_attention)
 
 
-def set_attention(model: nn.Module, owners: Sequence[str], name: str) -> nn.Module:
-    """Set a registered attention implementation of the transformers models at `owners`, in place.
+def set_attention(model: nn.Module, owners: Sequence[str], name: str, register: Callable[[], None]) -> nn.Module:
+    """Set an attention implementation, which `register` makes known, of the transformers models at `owners`, in place.
 
     Raises:
         StepRefused: there is no such model, or one does not call its attention through transformers' interface.
@@ -236,7 +235,7 @@ def set_attention(model: nn.Module, owners: Sequence[str], name: str) -> nn.Modu
         if not getattr(type(part), "_can_set_attn_implementation", lambda: True)():
             raise StepRefused(f"{type(part).__name__} does not call attention through transformers' interface")
     for module in modules:
-        masks.set_implementation(module, name)
+        masks.set_implementation(module, name, register)
     return model
 
 

@@ -82,17 +82,24 @@ class ReplaceRotary(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Give each site the function."""
-        from wavecrest.nn.rotary import rotate_qk
-
-        def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-            return rotate_qk(q, k, cos, sin, heads_dim=unsqueeze_dim, style=params["style"])
+        from wavecrest.nn.derived import derive
 
         for path in params["sites"]:
             module = model.get_submodule(path)
             if not _calls_it(module):
                 raise StepRefused(f"{path} ({type(module).__name__}) does not call {NAME}")
-            _give(module, apply_rotary_pos_emb)
+            derive(module, _rotating, params["style"])
         return model
+
+
+def _rotating(kind: type[nn.Module], style: str) -> type[nn.Module]:
+    """A subclass whose forward rotates by the op."""
+    from wavecrest.nn.rotary import rotate_qk
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return rotate_qk(q, k, cos, sin, heads_dim=unsqueeze_dim, style=style)
+
+    return type(kind.__name__, (kind,), {"forward": _seeing(kind.forward, apply_rotary_pos_emb)})
 
 
 def _watch(model: nn.Module, workload: Workload) -> _Seen:
@@ -103,7 +110,9 @@ def _watch(model: nn.Module, workload: Workload) -> _Seen:
     for path, module in model.named_modules():
         if _calls_it(module):
             try:
-                _give(module, partial(_watched, _function_of(module), seen.styles.setdefault(path, set()), seen))
+                kind = type(module)
+                watched = partial(_watched, _function_of(kind), seen.styles.setdefault(path, set()), seen)
+                module.__class__ = type(kind.__name__, (kind,), {"forward": _seeing(kind.forward, watched)})
             except StepRefused as error:
                 seen.reasons.append(str(error))
     if seen.styles or seen.reasons:
@@ -129,30 +138,19 @@ def _calls_it(module: nn.Module) -> bool:
     return forward is not None and NAME in forward.__code__.co_names and NAME in forward.__globals__
 
 
-def _function_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that a module calls.
+def _function_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The function that modules of a class call.
 
     Raises:
         StepRefused: it takes other arguments.
     """
-    forward = _inner(type(module).forward)
+    forward = _inner(kind.forward)
     assert forward is not None
     function: Callable[..., Any] = forward.__globals__[NAME]
     found = list(inspect.signature(function).parameters)
     if found != ARGUMENTS:
-        raise StepRefused(f"{NAME} of {type(module).__name__} takes ({', '.join(found)})")
+        raise StepRefused(f"{NAME} of {kind.__name__} takes ({', '.join(found)})")
     return function
-
-
-def _give(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Have a module call another function under the name: its class becomes a subclass with a forward of its own."""
-    kind = type(module)
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "forward": _seeing(kind.forward, function),
-    }
-    module.__class__ = type(kind.__name__, (kind,), names)
 
 
 def _seeing(function: Callable[..., Any], other: Callable[..., Any]) -> types.FunctionType:

@@ -103,7 +103,7 @@ class RouteLinear(Step):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Swap each site; of fused projections the wide GEMM."""
         from wavecrest.nn import Linear
-        from wavecrest.ops import linear
+        from wavecrest.nn.functional import linear
 
         for path in params["sites"]:
             module = model.get_submodule(path)

@@ -28,6 +28,7 @@ from wavecrest import env
 from wavecrest.backends import blas
 from wavecrest.dispatch.tuned import tunable_op
 from wavecrest.errors import PlanError, StepRefused, TableError
+from wavecrest.optimizer.steps.around import Around
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import TunedFile
 from wavecrest.records import decode
@@ -113,8 +114,13 @@ class TunableOp(Step):
         if model._compiled_call_impl is not None:
             model._compiled_call_impl = _enabled(model._compiled_call_impl)
         else:
-            model.forward = _enabled(model.forward)
+            model.forward = _Tuned(model)
         return model
+
+
+class _Tuned(Around):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _enabled(self.run)(*args, **kwargs)
 
 
 def _enabled(call: Callable[..., Any]) -> Callable[..., Any]:

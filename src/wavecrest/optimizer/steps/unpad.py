@@ -80,7 +80,7 @@ class Unpad(Step):
         if not stacks:
             return Found((), note=told or "no stack of layers that takes hidden states and a mask")
         owners = tuple(path for path in owners if any(_inside(stack, path) for stack in stacks))
-        padded = set_attention(_registered(structural_copy(context.model)), owners, NAME)
+        padded = set_attention(structural_copy(context.model), owners, NAME, register)
         buckets = context.workload.buckets
         masks = {name: _shown(_call(padded, stacks, inputs)) for name, inputs in buckets.items()}
         given = {name: shown for name, shown in masks.items() if shown is not None and not bool(shown.all())}
@@ -117,7 +117,7 @@ class Unpad(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Set the attention implementation on private copies of configurations, and change the class of each stack."""
-        set_attention(_registered(model), params["owners"], NAME)
+        set_attention(model, params["owners"], NAME, register)
         return _adopt(model, params["sites"], params["masks"])
 
 
@@ -184,7 +184,7 @@ class _Trial:
         )
 
     def _unpadded(self, stacks: list[str], masks: Masks) -> nn.Module:
-        return _adopt(set_attention(structural_copy(self.model), self.owners, NAME), stacks, masks)
+        return _adopt(set_attention(structural_copy(self.model), self.owners, NAME, register), stacks, masks)
 
     def _call(self, model: nn.Module, stacks: list[str], shown: Tensor, fill: float = 0.0) -> _Run:
         self.mask.copy_(shown)
@@ -352,13 +352,12 @@ def _at_right(shown: Tensor) -> Tensor:
     return (torch.arange(length) < lengths[:, None]).to(shown.device)
 
 
-def _registered(model: nn.Module) -> nn.Module:
-    """Make the implementation known to transformers' attention and mask interfaces; returns the model."""
+def register() -> None:
+    """Make the implementation known to transformers' attention and mask interfaces."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
-    return model
 
 
 def attend(
