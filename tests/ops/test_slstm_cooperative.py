@@ -94,14 +94,16 @@ def test_configurations_to_try_are_those_that_may_run(arch: str) -> None:
                 assert kept_bytes(dim, one["BLOCK_N"], dtype, known) <= KEPT
 
 
-def test_it_runs_where_it_is_named_alone() -> None:
+def test_it_is_the_default_where_it_was_measured() -> None:
     for arch in ("gfx942", "sm_90"):
-        with elsewhere.assumed(ARCHS[arch]):
-            for dim in (64, 256, 512, 1024):
-                op, call = registry.get(OP), elsewhere.claimed(example((2, 4, 2, dim), BF16, "meta"), "cuda:0")
-                decision = op.decide_as(op.key(call), call)
-                assert decision.backend != NAME
-                assert any(one.backend == NAME and "not measured" in one.reason for one in decision.refused)
+        for dtype in (BF16, F32):
+            for dim in (64, 256, 512, 2048):
+                with elsewhere.assumed(ARCHS[arch]):
+                    op, call = registry.get(OP), elsewhere.claimed(example((2, 4, 2, dim), dtype, "meta"), "cuda:0")
+                    decision = op.decide_as(op.key(call), call)
+                chosen = arch == "sm_90" and dtype == BF16 and dim in (256, 512)
+                assert (decision.backend == NAME) == chosen, (arch, dtype, dim)
+                assert chosen or any(one.backend == NAME for one in decision.refused)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's number of units is its own")
