@@ -374,7 +374,7 @@ class Planner:
         )
 
     def _hope(self, step: Step) -> Prediction:
-        """What is predicted of a step that has not looked."""
+        """The prediction of a step that has not looked for its sites."""
         if not self._traces(step):
             return Prediction(None, "")
         return self._less_what_goes(step, step.hope(self.run.context))
