@@ -19,7 +19,7 @@ from torch import Tensor
 import wavecrest
 import wavecrest.ops.common.launcher as launcher
 import wavecrest.ops.common.triton as _triton
-from tests.layout.test_ops import LAUNCH_CALLS, MOST_CALLS
+from tests.ops.op_harness import LAUNCH_CALLS, MOST_CALLS
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config

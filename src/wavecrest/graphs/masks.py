@@ -199,6 +199,8 @@ def set_implementation(module: nn.Module, name: str, register: Callable[[], None
     """
     if register is not None:
         module.wavecrest_attention = Registered(register)  # type: ignore[assignment]
+    outermost: Any = module
+    outermost.set_attn_implementation(name)
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "set_attn_implementation")]
     for part in parts:
         # the outer model sets those inside, but transformers 5.17 leaves the stacks of a T5 as they were

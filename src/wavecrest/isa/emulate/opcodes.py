@@ -183,6 +183,7 @@ class Opcode:
     code: str
     sources: tuple[Source, ...]
     result: str
+    result_bits: int
     jumps: bool
     takes_selectors: bool
 
@@ -285,7 +286,7 @@ def _scalar(inst: Any, table: Tables) -> Opcode:
     if "PC" in written:
         lines.append("w->s[PC] = (u32)pc;\nw->s[PC + 1] = (u64)pc >> 32;")
     return _finished(
-        writer, "\n".join(lines) + "\n", sources=sources, result="", jumps="PC" in written,
+        writer, "\n".join(lines) + "\n", sources=sources, result="", result_bits=bits, jumps="PC" in written,
         takes_selectors=False,
     )  # fmt: skip
 
@@ -371,7 +372,7 @@ def _vector(inst: Any, table: Tables, saturates: bool) -> Opcode:
             lines.append(f"store_mask(w, o->mask_target, mask_of({written_mask}_bits, N) & exec, N, {none});")
     halves = bits == 16 and not writer.sliced & {"D0"} and "OPSEL" not in text
     return _finished(
-        writer, "\n".join(lines) + "\n", sources=sources, result="half" if halves else fmt,
+        writer, "\n".join(lines) + "\n", sources=sources, result="half" if halves else fmt, result_bits=bits,
         jumps=False, takes_selectors=bool(re.search(r"\bOPSEL", text)),
     )  # fmt: skip
 

@@ -32,6 +32,12 @@ class Around:
         raise NotImplementedError
 
     @property
+    def __code__(self) -> Any:
+        """The forward's own: torch.export reads the place of its source."""
+        forward = type(self.module).forward if self.inner is None else self.inner
+        return forward.__code__
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """The forward's own: others look for arguments by their names."""
         forward = type(self.module).forward.__get__(self.module) if self.inner is None else self.inner
