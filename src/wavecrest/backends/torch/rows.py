@@ -60,8 +60,9 @@ def _bind_softmax(_call: RowCall) -> Callable[[RowCall], Tensor]:
 
 def _bind_dequantize(call: RowCall) -> Callable[[RowCall], Tensor]:
     """The definition, with the granularity that the shape of the scale says."""
-    how = call.quantization
-    assert how is not None
+    assert call.quantization is not None
+    # without the scale of this call, which would be kept
+    how = call.quantization._replace(scale=None)
 
     def run(call: RowCall) -> Tensor:
         return dequantized(call.x.float(), how._replace(scale=call.scale))
