@@ -20,6 +20,7 @@ from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.side import measure_side
 from wavecrest.optimizer.steps import AppliedSteps, step_by_id
+from wavecrest.records import BucketError
 
 SLOW = "tests.optimizer.planted:slow"
 FIRST = min(LOOKS)
@@ -58,6 +59,46 @@ def test_compiled_code_is_checked_at_other_shapes_where_there_is_time(left: floa
         seconds_left=left,
     )
     assert finish._may_recompile(run) is may
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_steps_of_a_result_that_is_not_compiled_again_are_held_to_other_shapes(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    asked: list[tuple[list[str], bool]] = []
+
+    def check(model: Any, applied: AppliedSteps, *, final: bool, recompiled: bool = True) -> list[BucketError]:
+        names = [item.step_id for item in applied.steps]
+        asked.append((names, recompiled))
+        failed = wrong and "compile:default" not in names
+        return [BucketError(bucket="b", output="y", error=9.0, own=0.0, limit=1.0, passed=not failed)]
+
+    applied = AppliedSteps().plus(step_by_id("replace_norm"), {"sites": []})
+    applied = applied.plus(step_by_id("compile:default"), {"preset": "default"})
+    ledger = SimpleNamespace(applied=applied, note=notes.append, record=SimpleNamespace(final_parts={}))
+    run: Any = SimpleNamespace(
+        ledger=ledger, workload=SimpleNamespace(model=None), current=None, now=CLOCK, check=check
+    )
+    monkeypatch.setattr(finish, "_may_recompile", lambda _run: False)
+    monkeypatch.setattr(finish, "build", lambda model, applied: model)
+    monkeypatch.setattr(finish, "check_quality", lambda _workload, _model: [])
+    monkeypatch.setattr(finish, "_drop_last", lambda _run, reason: f"dropped: {reason}")
+
+    class Measured(Exception):
+        """The check was passed."""
+
+    def measured(_run: Any) -> None:
+        raise Measured
+
+    monkeypatch.setattr(finish, "_measured", measured)
+    if wrong:
+        assert str(finish._final(run)).startswith("dropped: y of bucket b")
+    else:
+        with pytest.raises(Measured):
+            finish._final(run)
+    assert asked == [(["replace_norm", "compile:default"], False), (["replace_norm"], True)]
+    assert notes == [finish.NOT_RECOMPILED]
 
 
 @pytest.fixture

@@ -234,6 +234,10 @@ def test_a_prompt_without_a_cache_needs_no_mask(kind: str) -> None:
     packed = torch.cat([torch.arange(10), torch.arange(S - 10)])[None].expand(B, S)
     assert traced_masks(model, input_ids=tokens(), position_ids=packed, use_cache=False) == [(B, 1, S, S)]
     assert not masks._counted
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=tokens() + 64, use_cache=False)
+    # other models of the process are left alone behind a call that raised
+    assert not masks._counted
     own = copy.deepcopy(model)
     for part in own.modules():
         part._forward_pre_hooks.clear()

@@ -195,9 +195,9 @@ def test_measured_ceilings_bound_a_plain_product() -> None:
     ceilings = roofline.measure_ceilings("cpu", "float32", seconds=0.2)
     assert time.perf_counter() - begin < 10
     assert "measured" in ceilings.source and list(ceilings.peak) == ["float32"]
-    # no machine that runs these tests copies below 0.01 or above 10,000 GB/s, however busy it is
-    assert 0.01 < ceilings.bandwidth < 10_000
-    assert 1e-5 < ceilings.peak["float32"] < 100
+    # no machine that runs these tests copies below 0.1 or above 10,000 GB/s
+    assert 0.1 < ceilings.bandwidth < 10_000
+    assert 1e-3 < ceilings.peak["float32"] < 100
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nonsense", "Tensor"])

@@ -64,8 +64,8 @@ def register() -> None:
 def packed_sequences(position_ids: Tensor) -> Tensor | None:
     """transformers' `find_packed_sequence_indices`: which sequence of its row a token belongs to, None if all are one.
 
-    It reads the positions, and a traced model cannot: without this it always gets a mask that is written out. With it
-    attention of an 8B Llama's prompt took 7.6 ms under a graph in place of 3.1 (H200, 2026-11-27).
+    It reads the positions, and a traced model cannot: without this it always gets a mask that is written out, with
+    which attention of a GPT-2 took 1.35 ms under a graph in place of 0.56 (8 x 1,024 tokens, H200, 2026-11-27).
     """
     assert _search is not None
     return None if _counted else _search(position_ids)
@@ -179,7 +179,8 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
         for part in module.modules():
             if _counts_positions(part) and _enter not in part._forward_pre_hooks.values():
                 part.register_forward_pre_hook(_enter, with_kwargs=True)
-                part.register_forward_hook(_leave)
+                # behind a forward that raised, too
+                part.register_forward_hook(_leave, always_call=True)
         # a step that was kept since has set an implementation of its own, which uses such masks as well
         if _implementations(module) != {SDPA}:
             continue

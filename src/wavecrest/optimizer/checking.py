@@ -76,7 +76,10 @@ def check_applied(
         skip["concurrent"] = "compiled and captured models serve one thread at a time"
         trial = "of compiled models tried on the result alone, as it compiles them again"
         if final and not recompiled:
-            trial = "no time left to compile the result again: its steps passed without compilation; `verify` tries it"
+            trial = (
+                "no time left to compile the result again; its other steps are held to it without compilation, and "
+                "`wavecrest verify` holds the result to it"
+            )
         if not (final and recompiled):
             skip |= {"keyword": trial, "shapes": trial}
     graphs = bool(applied.only("capture").steps) or any("compile:" in item.step_id for item in applied.steps)

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 # sampling time a bucket of one process or phase, in seconds, at most
 MOST_SECONDS = 1.0
+NOT_RECOMPILED = (
+    "the compiled result was not checked at other shapes and with arguments by name: no time was left to compile it "
+    "for them (wavecrest verify does, or a larger --budget)"
+)
 
 
 def finish(run: RunState) -> None:
@@ -76,6 +80,7 @@ def _final(run: RunState) -> Result:
     try:
         numerics = run.check(run.current, run.ledger.applied, final=True, recompiled=recompiled)
         if not recompiled:
+            run.ledger.note(NOT_RECOMPILED)
             # what compilation has no part in
             bare = run.ledger.applied.only(*TREE, "setting")
             without = run.check(build(run.workload.model, bare), bare, final=True) if bare.steps else []

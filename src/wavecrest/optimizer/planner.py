@@ -37,9 +37,8 @@ SURE_RATIO, SURE_RATIO_GPU = 1.2, 1.05
 # RoBERTa; 16 cores beside an H200, 2026-11-26), by 0.2 of their logarithm. So much do 1, 2 and 3 looks resolve then
 SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
 # a step that promises this much is tried in the time of later looks, whose gain is a narrower interval, and of the
-# check of compiled code at other shapes, which `verify` makes up for. With 90 s a T5 encoder (0.51x its best peer), a
-# GPT-2 (0.69x) and a BERT ended with a graph of the eager model, 50 s for three looks, and nothing compiled (H200,
-# 2026-11-27)
+# check of compiled code at other shapes, which `verify` makes up for. With 90 s and 54 of them for three looks, several
+# models ended with a graph of the eager model and nothing compiled
 PROMISING = 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
