@@ -30,7 +30,8 @@ GATE_SECONDS = 2.0
 # the end of the run may take this part of a small budget to look again
 SMALL_SHARE = 0.6
 # the final gate compiles the result again, which takes about one later compilation; and for other shapes and arguments
-# by name, which takes these many more
+# by name, which takes these many more, or the first one again, as no cache has that code (33 to 58 s after 24 to 31 s,
+# a CLIP and a Swin-T on one H200, 2026-11-27)
 FINAL_COMPILATIONS, SHAPES_COMPILATIONS = 1, 2
 
 
@@ -135,7 +136,7 @@ class Costs:
     @property
     def recompiling(self) -> float:
         """Seconds that the final gate takes to compile the result for other shapes and arguments by name."""
-        return SHAPES_COMPILATIONS * self._later
+        return max(SHAPES_COMPILATIONS * self._later, self.compilation)
 
     def final(self, budget: float, *, compiled: bool, looks: int | None = None, recompiled: bool = True) -> float:
         """Seconds to leave for the end of the run: one look, and as many more as SMALL_SHARE of the budget holds.
