@@ -49,7 +49,7 @@ def mlp(site: Site) -> tuple[nn.Module, Any]:
 
 @model(
     "xlstm-small", library="transformers", unit="tokens", each_token=True,
-    gpu=Size(4, 512, "bfloat16"), cpu=Size(1, 64), tiny=Size(1, 16),
+    gpu=Size(4, 512, "float32"), cpu=Size(1, 64), tiny=Size(1, 16),
 )  # fmt: skip
 def xlstm_small(site: Site) -> tuple[nn.Module, Any]:
     """A prompt through an xLSTM of 12 blocks of 1,024 (4 of 256 on a CPU), as transformers runs it."""

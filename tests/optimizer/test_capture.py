@@ -1,16 +1,18 @@
-"""Graph capture on a real GPU: what replays must equal what runs, for inputs that the capture never saw."""
+"""Graph capture: what replays must equal what runs, for inputs that the capture never saw, on a real GPU too."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
@@ -45,6 +47,82 @@ def test_a_plan_made_on_a_gpu_captures_nothing_on_the_cpu() -> None:
     """Beside a GPU it would: an empty graph, and the answer of the first call for all others."""
     with pytest.raises(StepRefused, match="graphs exist on GPUs only, and the model has parameters on the CPU"):
         step_by_id("capture").apply(nn.Linear(4, 4), {"buckets": ["default"], "compile": ""})
+
+
+class Sums(nn.Module):
+    """Takes tensors by place, by name and in a list, and numbers that choose what is computed."""
+
+    def forward(
+        self, x: Tensor, *, more: list[Tensor] | None = None, mask: Tensor | None = None, twice: bool = False
+    ) -> Any:
+        total = x + sum(more or [])
+        total = total if mask is None else total * mask
+        return {"total": total * 2 if twice else total, "parts": (x * 3, None, "text")}
+
+
+class Replay:
+    """A graph on a CPU: it runs its work again, and writes where its first answer lies."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.answer, self.replays = work, work(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        both = zip(pytree.tree_leaves(self.answer), pytree.tree_leaves(self.work()), strict=True)
+        for old, new in both:
+            if isinstance(old, Tensor):
+                old.copy_(new)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Graphs that are captured in the test, which needs no GPU."""
+    found: list[Replay] = []
+
+    def record(work: Callable[[], Any], pool: object, what: str) -> tuple[Replay, Any]:
+        found.append(Replay(work))
+        return found[-1], found[-1].answer
+
+    monkeypatch.setattr(cuda_graph, "warm_up", lambda work: work())
+    monkeypatch.setattr(cuda_graph, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    return found
+
+
+@torch.no_grad()
+def test_each_kind_of_call_has_its_graph_and_its_answer(replays: list[Replay]) -> None:
+    model = Sums()
+    captured = CapturedModule(model)
+
+    def calls(rows: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        x, mask = torch.randn(rows, 2), torch.randn(rows, 2)
+        return [
+            ((x,), {}),
+            ((), {"x": x}),
+            ((x,), {"mask": mask}),
+            ((x,), {"mask": mask, "twice": True}),
+            ((x,), {"mask": mask, "twice": False}),
+            ((x,), {"more": [mask, mask]}),
+            ((x.double(),), {}),
+            ((nn.Parameter(x),), {"mask": None}),
+        ]
+
+    for rows in (2, 2, 3, 2):
+        for args, kwargs in calls(rows):
+            found, expected = captured(*args, **kwargs), model(*args, **kwargs)
+            assert torch.equal(found["total"], expected["total"]) and torch.equal(
+                found["parts"][0], expected["parts"][0]
+            )
+            assert found["parts"][1:] == (None, "text") and found["total"].dtype == expected["total"].dtype
+    assert len(replays) == 16 and sum(one.replays for one in replays) == 4 * 8 and not captured.eager_calls
+
+
+@torch.no_grad()
+def test_an_answer_that_the_caller_holds_stays(replays: list[Replay]) -> None:
+    captured = CapturedModule(nn.Identity())
+    first, second = torch.tensor([1.0]), torch.tensor([2.0])
+    held = captured(first)
+    assert captured(second).item() == 2.0 and held.item() == 1.0 and len(replays) == 1
 
 
 @pytest.mark.gpu

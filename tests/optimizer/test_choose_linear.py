@@ -244,3 +244,45 @@ def test_the_fastest_is_chosen_and_a_tie_is_pytorchs() -> None:
     first = gemm_choices.choices([call], "cpu")
     assert gemm_choices.choices([call], "cpu") == first
     assert gemm_choices.host_time(lambda: F.gelu(torch.zeros(2))) > 0
+
+
+def test_on_a_gpu_layers_are_timed_only_where_that_is_worth_its_seconds() -> None:
+    cpu = hardware.cpu()
+    assert STEP.looks_long(GPU) and not STEP.looks_long(cpu)
+    context = StepContext(from_example(Mlp(nn.GELU()), torch.randn(2, 8)), GPU)
+    hoped = STEP.hope(context)
+    assert hoped.ratio == 1.0 and "elementwise work is 0%" in hoped.basis
+
+
+def test_kernels_of_all_backends_are_compiled_before_any_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each distinct call once; an error of a backend is told when it is timed."""
+    events: list[str] = []
+
+    def rehearse(work: Any) -> None:
+        events.append("rehearse")
+        work()
+
+    def call_on(name: str, call: Any) -> Tensor:
+        events.append(name)
+        if name == "broken":
+            raise Unsupported("not here")
+        return torch.empty(())
+
+    def measure(work: Any, rounds: int = 9) -> float:
+        work()
+        return 1.0
+
+    monkeypatch.setattr(gemm_choices.warmup, "possible", lambda device: True)
+    monkeypatch.setattr(gemm_choices.warmup, "rehearse", rehearse)
+    monkeypatch.setattr(gemm_choices, "_names", lambda call: ["torch", "broken", "other"])
+    monkeypatch.setattr(gemm_choices.op, "call_on", call_on)
+    monkeypatch.setattr(gemm_choices, "host_time", measure)
+    monkeypatch.setattr(gemm_choices, "_timed", {})
+    a, b = (linear_call(torch.randn(2, 8), torch.randn(size, 8), None) for size in (16, 24))
+    found = gemm_choices.choices([a, b, a], "cpu")
+    each = ["torch", "broken", "other"]
+    assert events == ["rehearse", *each, *each, *each, *each] and list(found.left_out) == ["broken"]
+    events.clear()
+    # what was timed is not compiled again
+    gemm_choices.choices([b], "cpu")
+    assert "torch" not in events

@@ -95,12 +95,14 @@ def test_the_allowance_leaves_the_rest_untried(children: Callable[..., list[dict
 def test_pairs_that_are_loaded_together_wait_for_loading_once(monkeypatch: pytest.MonkeyPatch) -> None:
     where = context()
     where.workload.load_seconds = 10.0
-    begin, sampling = environment.CHILD_START + 10.0, 2 * environment.CHILD_SAMPLING
+    begin = environment.CHILD_START + 10.0
+    sampling = 2 * (environment.CHILD_WAITS_CPU + environment.TRIAL_SECONDS)
     together = [1]
     monkeypatch.setattr(environment, "pairs_together", lambda device, memory: together[0])
     cores = replace(where.device, compute_units=2)
     where.device = cores
     assert seconds_of_pairs(where, 3) == 3 * begin + 3 * sampling
+    assert seconds_of_pairs(where, 3, 4.0, seconds=1.0) == 3 * (begin - 4.0) + 3 * (sampling - 2.0)
     where.device = replace(cores, compute_units=1)
     assert seconds_of_pairs(where, 3) == 6 * begin + 3 * sampling
     where.device = cores

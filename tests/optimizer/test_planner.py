@@ -13,6 +13,7 @@ from tests.optimizer import simulated
 from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
 from wavecrest import hardware, records
+from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer import planner
 from wavecrest.optimizer.planner import best_together, densest_together
@@ -114,6 +115,32 @@ def test_second_attempts_come_after_first_ones_and_searches_last(run: Run) -> No
     assert [(row.id, row.attempt) for row in record.steps] == [
         ("slow", 1), ("half", 1), ("noise", 1), ("slow", 2), ("searches", 1)
     ]  # fmt: skip
+
+
+def test_a_refused_capture_is_tried_again_on_a_compiled_model(run: Run) -> None:
+    """What a graph could not record may be gone from there; what else is refused stays so."""
+    compiled: list[bool] = []
+
+    class Captures(TakePauseOut):
+        id, title, phase = "capture", "capture", "capture"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(9.0, "planted")
+
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            compiled.append(model.pause < PAUSE)
+            if not compiled[-1]:
+                raise StepRefused("it cannot be captured")
+            return super().apply(model, params)
+
+    class Compiles(TakeHalfOut):
+        id, title, phase = "compile:default", "compile default", "compile"
+
+    found = {(row.id, row.attempt): row.verdict for row in run(Captures(), Compiles(), budget=300.0).record.steps}
+    assert found == {("capture", 1): "refused", ("compile:default", 1): "kept", ("capture", 2): "kept"}
+    assert compiled[:2] == [False, True]
+    rows = run(Captures(), TakeHalfOut(), budget=300.0).record.steps
+    assert [(row.id, row.verdict) for row in rows] == [("capture", "refused"), ("half", "kept")]
 
 
 class Masked(NoAnalysis):
@@ -247,7 +274,7 @@ class Traces(TakePauseOut):
 
     looked = 0
 
-    def traces_on(self, device: hardware.Device) -> bool:
+    def looks_long(self, device: hardware.Device) -> bool:
         return True
 
     def hope(self, context: StepContext) -> Prediction:
@@ -269,7 +296,7 @@ def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
     rows = {row.id: row for row in run(step, TakeHalfOut(), budget=100.0).record.steps}
     assert bool(step.looked) == looks and rows["gain" if looks else "half"].verdict == "kept"
     if not looks:
-        reason = "no time left in the budget of 100 s: tracing the model for its sites takes about 120 s; then it takes"
+        reason = "no time left in the budget of 100 s: looking for its sites takes about 120 s; then it takes"
         assert rows["gain"].reason.startswith(reason)
 
 
@@ -323,7 +350,7 @@ def test_a_model_is_not_traced_for_sites_that_gain_nothing(run: Run) -> None:
     step = Vain()
     rows = {row.id: row for row in run(step, TakeHalfOut(), budget=300.0).record.steps}
     assert step.looked == 0 and rows["half"].verdict == "kept" and rows["gain"].verdict == "skipped"
-    assert rows["gain"].reason == "the model was not traced for its sites: 1.00× at best, as planted"
+    assert rows["gain"].reason == "its sites were not looked for: 1.00× at best, as planted"
 
 
 def test_a_model_is_traced_when_nothing_else_promises_more(run: Run) -> None:

@@ -84,7 +84,9 @@ def test_there_are_the_models_that_people_run() -> None:
     assert len(names) >= 24 and names >= set(page.SEEDS)
     assert sum(entry.cpu is not None for entry in ENTRIES) >= 6
     assert {entry.library for entry in ENTRIES} == {"torchvision", "timm", "transformers", "torch", "diffusers"}
-    assert all(entry.about and entry.gpu.dtype != "float32" for entry in ENTRIES)
+    # transformers' own code of xLSTM raises in 16 bits
+    assert [entry.name for entry in ENTRIES if entry.gpu.dtype == "float32"] == ["xlstm-small"]
+    assert all(entry.about for entry in ENTRIES)
 
 
 def test_a_model_is_a_workload_of_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

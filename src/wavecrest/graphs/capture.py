@@ -28,11 +28,17 @@ class CaptureWarning(UserWarning):
     """A captured model ran a call without its graph."""
 
 
+# arguments whose structure is that of the call itself
+PLAIN = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+
+
 @dataclass(slots=True)
 class _Captured:
     graph: Any
     static: list[Tensor]
-    output: Any
+    output: list[Any]
+    # of the leaves above; None where the output is one tensor
+    structure: Any
 
 
 class CapturedModule(nn.Module):
@@ -69,22 +75,24 @@ class CapturedModule(nn.Module):
         """Copy in, replay, read out; outputs are copies that the caller may keep."""
         if self.padding is not None:
             args, kwargs = without_full_mask(args, kwargs, self.padding)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        signature = (spec, tuple(_leaf_key(leaf) for leaf in leaves))
+        leaves, structure = _flatten(args, kwargs)
+        signature = (structure, tuple([_leaf_key(leaf) for leaf in leaves]))
         captured = self._graphs.get(signature)
         if torch.is_grad_enabled():
             return self._eager("gradients are enabled (call it under torch.no_grad())", args, kwargs)
         if captured is None:
             if len(self._graphs) >= self.max_graphs:
                 return self._eager(f"{self.max_graphs} input signatures are captured already", args, kwargs)
-            captured = self._capture(leaves, spec)
+            captured = self._capture(args, kwargs)
             self._graphs[signature] = captured
             self._alive.append(leaves)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for static, fresh in zip(captured.static, tensors, strict=True):
-            static.copy_(fresh)
+        static = iter(captured.static)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                next(static).copy_(leaf)
         captured.graph.replay()
-        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, captured.output)
+        fresh = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in captured.output]
+        return fresh[0] if captured.structure is None else pytree.tree_unflatten(fresh, captured.structure)
 
     def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run without a graph; the first time with a warning, since the user asked for a graph."""
@@ -93,7 +101,8 @@ class CapturedModule(nn.Module):
         self.eager_calls += 1
         return self.inner(*args, **kwargs)
 
-    def _capture(self, leaves: list[Any], spec: Any) -> _Captured:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         static = [tensor.clone() for tensor in tensors]
         fill: Iterator[Tensor] = iter(static)
@@ -113,7 +122,9 @@ class CapturedModule(nn.Module):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, output = cuda_graph.record(lambda: self.inner(*args, **kwargs), self._pool, "the model")
-        return _Captured(graph, static, output)
+        if isinstance(output, Tensor):
+            return _Captured(graph, static, [output], None)
+        return _Captured(graph, static, *pytree.tree_flatten(output))
 
 
 def device_time(work: Callable[[], Any], *, calls: int = 8, rounds: int = 20) -> float:
@@ -139,7 +150,19 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call in pytree's order, and its structure: without pytree where arguments are leaves themselves.
+
+    A call of a small model is over in less time than pytree takes.
+    """
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if type(leaf) not in PLAIN:
+            return pytree.tree_flatten((args, kwargs))
+    return leaves, (len(args), *kwargs)
+
+
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return ("tensor", tuple(leaf.shape), leaf.dtype, str(leaf.device))
+        return ("tensor", leaf.shape, leaf.dtype, leaf.device)
     return ("object", id(leaf)) if is_object(leaf) else leaf

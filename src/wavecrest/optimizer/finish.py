@@ -120,6 +120,11 @@ def _final(run: RunState) -> Result:
     )
 
 
+def final_seconds(run: RunState) -> float:
+    """Seconds for which each process of the final measurement samples a bucket."""
+    return min(MOST_SECONDS, run.measurer.seconds)
+
+
 def _may_recompile(run: RunState) -> bool:
     """Whether the time that is left holds the check of compiled code at other shapes too."""
     applied, budget = run.ledger.applied, run.options.budget
@@ -160,7 +165,7 @@ def _check_time(run: RunState) -> None:
     pairs = min(LOOKS)
     compiling = run.costs.cached if run.ledger.applied.only("compile").steps else 0.0
     needed = (
-        seconds_of_pairs(run.context, pairs, run.children.saved_seconds)
+        seconds_of_pairs(run.context, pairs, run.children.saved_seconds, final_seconds(run))
         + rounds_of_loading(run.context, pairs) * compiling
     )
     if needed > run.seconds_left:
@@ -170,7 +175,7 @@ def _check_time(run: RunState) -> None:
 
 
 def _in_processes(run: RunState, source: copies.Source) -> Claim:
-    seconds = min(MOST_SECONDS, run.measurer.seconds)
+    seconds = final_seconds(run)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
     device, peak = run.workload.device, run.measurer.peak_memory(run.current)
     calls = peak - torch.cuda.memory_allocated() if peak is not None else 0
@@ -205,7 +210,7 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
 
 
 def _in_phases(run: RunState) -> Claim:
-    seconds = min(MOST_SECONDS, run.measurer.seconds)
+    seconds = final_seconds(run)
 
     def one(side: timing.Side, pair: int) -> SideReport:
         run.progress.phase(f"final measurement: {_NAMES[side]}, phase {pair + 1}")

@@ -122,7 +122,7 @@ class Candidate:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the model need not be traced for its sites: nothing is gained at best."""
+        """Whether its sites need not be looked for: nothing is gained at best."""
         return bool(self.unseen) and self.gain <= 0
 
     @property
@@ -221,9 +221,15 @@ class Planner:
         return first + [(step, 2) for step in lost if self._deserves_retry(step)]
 
     def _deserves_retry(self, step: Step) -> bool:
-        """True for a measured loss or tie after which another step was kept."""
+        """True for a measured loss or tie after which another step was kept, and a capture that compilation may allow.
+
+        What a graph cannot record may be gone from a compiled model (the constants of a DeBERTa).
+        """
         rows = self.run.ledger.record.steps
         index = next(i for i, row in enumerate(rows) if row.id == step.id)
+        if step.phase == "capture" and rows[index].verdict == "refused":
+            compiling = {other.id for other in self.steps if other.phase == "compile"}
+            return any(row.verdict == "kept" and row.id in compiling for row in rows[index + 1 :])
         if rows[index].verdict not in ("reverted", "tie") or step.level == 1 or step.phase == "weights":
             return False
         # a compile mode that lost to the one in force lost to it already
@@ -233,7 +239,7 @@ class Planner:
     # ---- looks and predictions
 
     def _traces(self, step: Step) -> bool:
-        return step.traces_on(self.run.context.device)
+        return step.looks_long(self.run.context.device)
 
     def _has_looked(self, step: Step) -> bool:
         """Whether a step has looked, or may do so at no cost."""

@@ -62,11 +62,11 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     if one.error is not None:
         _refuse(outcome, one.error)
     elif one.is_hopeless:
-        _close(outcome, "skipped", f"the model was not traced for its sites: {one.ratio:.2f}× {one.prediction.basis}")
+        _close(outcome, "skipped", f"its sites were not looked for: {one.ratio:.2f}× {one.prediction.basis}")
     elif one.is_able or one.unseen:
         takes = f"it takes about {one.seconds:.0f} s and its proof {one.reserve:.0f} s"
         if one.unseen:
-            takes = f"tracing the model for its sites takes about {one.unseen:.0f} s; then {takes}"
+            takes = f"looking for its sites takes about {one.unseen:.0f} s; then {takes}"
         left = f"{max(0.0, run.seconds_left):.0f} s are left"
         _close(outcome, "skipped", f"{OUT_OF_BUDGET} of {run.options.budget:.0f} s: {takes}, and {left}")
     elif one.found is not None and one.found.note:

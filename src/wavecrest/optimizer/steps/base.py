@@ -200,12 +200,15 @@ class Step:
         """The expected speed-up, before anything is changed."""
         raise NotImplementedError
 
-    def traces_on(self, device: Device) -> bool:
-        """Whether its sites are found by tracing the model, which is done only where there is time for a trial too."""
+    def looks_long(self, device: Device) -> bool:
+        """Whether looking for its sites takes seconds, as it traces the model or compiles kernels.
+
+        It looks only where there is time for a trial too.
+        """
         return False
 
     def hope(self, context: StepContext) -> Prediction:
-        """The expected speed-up if every site that it looks for is there, by the profile; of a step that traces."""
+        """The expected speed-up if every site that it looks for is there, by the profile; of a step that looks long."""
         raise NotImplementedError
 
     def excludes(self, other: Step) -> bool:

@@ -18,11 +18,12 @@ from wavecrest.nn.linear import LinearOn, is_conv1d, linear_of_conv1d, linear_on
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
-from wavecrest.optimizer.steps.gemm_choices import choices
+from wavecrest.optimizer.steps.gemm_choices import ACTIVATION_GAIN, choices
 from wavecrest.optimizer.steps.params import LinearBackends
 from wavecrest.optimizer.steps.reads import Reads
 
 if TYPE_CHECKING:
+    from wavecrest.hardware import Device
     from wavecrest.measure.workload import Inputs
 
 
@@ -49,6 +50,16 @@ class ChooseLinear(Step):
     level = 4
     params_type = LinearBackends
     tried_after = ("fuse_qkv", "fuse_gate_up", "fuse_parallel")
+
+    def looks_long(self, device: Device) -> bool:
+        """On a GPU, where each distinct call is compiled for several backends: 10 to 12 s (one H200, 2026-11-27)."""
+        return device.kind != "cpu"
+
+    def hope(self, context: StepContext) -> Prediction:
+        """As if all elementwise work were activations that a GEMM could end in."""
+        share = context.share("elementwise")
+        basis = f"at best, as its layers are not timed yet; elementwise work is {share:.0%} of the time"
+        return Prediction.of_saved(ACTIVATION_GAIN * share, basis)
 
     def find(self, context: StepContext) -> Found:
         """The layers for whose calls another backend of gemm is faster than PyTorch's kernels."""

@@ -21,11 +21,15 @@ from wavecrest.optimizer.steps.params import Candidates
 if TYPE_CHECKING:
     from torch import nn
 
-# seconds of a child process beside loading the workload: imports, and sampling a bucket
+# seconds of a child process beside loading the workload: imports
 CHILD_START = 4.0
 # and of one that was forked, at least: opening the GPU
 FORKED_START = 1.0
-CHILD_SAMPLING = 2.5
+# seconds that a bucket takes beside those of its sampling: its warm-up, and waits for the other process. On a GPU 0.1
+# to 0.4 s (16 models of the zoo on one H200, 2026-11-27); on a CPU the other process takes a part of the processors
+CHILD_WAITS, CHILD_WAITS_CPU = 0.5, 1.5
+# seconds for which a trial of a variable samples a bucket
+TRIAL_SECONDS = 2.0
 # range of the process medians of one side, over the smallest, above which a trial says nothing
 UNSTABLE_RANGE = 0.15
 
@@ -136,7 +140,7 @@ def try_candidates(
     return trials
 
 
-def seconds_of_pairs(context: StepContext, pairs: int, saved: float = 0.0) -> float:
+def seconds_of_pairs(context: StepContext, pairs: int, saved: float = 0.0, seconds: float = TRIAL_SECONDS) -> float:
     """Expected seconds of pairs of child processes before the first has run.
 
     Of each: interpreter and imports, loading, sampling. Where several are loaded at the same time, and each has a
@@ -146,10 +150,12 @@ def seconds_of_pairs(context: StepContext, pairs: int, saved: float = 0.0) -> fl
         context: of the run.
         pairs: of processes.
         saved: seconds of imports that each of them does not take (`Starter.saved_seconds`).
+        seconds: for which each of them samples a bucket.
     """
     workload = context.workload
     begin = max(FORKED_START, CHILD_START + workload.load_seconds - saved)
-    sampling = CHILD_SAMPLING * len(workload.buckets)
+    waits = CHILD_WAITS_CPU if context.device.kind == "cpu" else CHILD_WAITS
+    sampling = (waits + seconds) * len(workload.buckets)
     return rounds_of_loading(context, pairs) * begin + 2 * pairs * sampling
 
 
@@ -161,7 +167,7 @@ def rounds_of_loading(context: StepContext, pairs: int) -> int:
     return math.ceil(pairs / together)
 
 
-def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
+def try_variable(context: StepContext, name: str, value: str, *, seconds: float = TRIAL_SECONDS) -> EnvironmentTrial:
     """A/B of one variable over `context.processes` fresh processes a side, which alternate.
 
     All are new interpreters, with the run's first variables and this one: forked processes have their server's, and a

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from wavecrest.graphs.capture import device_time
 from wavecrest.measure import timing
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops.common import warmup
 
 # gain that a backend must show on the call alone before the whole model is built and measured with it
 MIN_ALONE = 0.03
+# share of the time of elementwise work that activations inside their GEMMs typically save: a model for ordering
+# expectations, not a measurement
+ACTIVATION_GAIN = 0.4
 
 # time in ms of one call of a function
 Timer = Callable[[Callable[[], Any]], float]
@@ -72,6 +77,10 @@ def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -
     backends: dict[str, str] = {}
     left_out: dict[str, str] = {}
     own = best = 0.0
+    calls = list(calls)
+    if time is None:
+        new = {name_of(call): call for call in calls if (device, name_of(call), Op.epoch) not in _timed}
+        _compile_together([_with_numbers(call, device) for call in new.values()], device)
     for call in calls:
         name = name_of(call)
         # rows that were measured since decide anew
@@ -97,13 +106,32 @@ def _with_numbers(call: GemmCall, device: str) -> GemmCall:
     return call._replace(a=numbers(call.a), b=numbers(call.b.mT).mT, bias=bias)
 
 
+def _names(call: GemmCall) -> list[str]:
+    """The backends that take a call; of those that a measured row compares, its choice and PyTorch's."""
+    decision = op.decide(call)
+    names = [one.name for one in op.by_priority() if one.refuse(call) is None and one.name != "reference"]
+    return [name for name in names if name in ("torch", decision.backend)] if decision.source == "exact" else names
+
+
+@torch.no_grad()
+def _compile_together(calls: Sequence[GemmCall], device: str) -> None:
+    """Compile the kernels of every backend in threads: in turn they took 10 to 12 s (one H200, 2026-11-27)."""
+
+    def first_calls() -> None:
+        for call in calls:
+            for name in _names(call):
+                # told when it is timed
+                with contextlib.suppress(WavecrestError):
+                    op.call_on(name, call)
+
+    if calls and warmup.possible(torch.device(device)):
+        warmup.rehearse(first_calls)
+
+
 def _time(call: GemmCall, time: Timer) -> _Timed:
-    """Time a call on every backend that takes it; one that a measured row names is not raced again."""
+    """Time a call on every backend that takes it."""
     with torch.no_grad():
-        decision = op.decide(call)
-        names = [one.name for one in op.by_priority() if one.refuse(call) is None and one.name != "reference"]
-        if decision.source == "exact":
-            names = [name for name in names if name in ("torch", decision.backend)]
+        names = _names(call)
         times: dict[str, float] = {}
         raised: dict[str, str] = {}
         for name in names:
