@@ -118,7 +118,7 @@ def test_second_attempts_come_after_first_ones_and_searches_last(run: Run) -> No
 
 
 def test_a_refused_capture_is_tried_again_on_a_compiled_model(run: Run) -> None:
-    """What a graph could not record may be gone from there; what else is refused stays so."""
+    """An operation that a graph cannot record may be gone from there; other refusals stand."""
     compiled: list[bool] = []
 
     class Captures(TakePauseOut):

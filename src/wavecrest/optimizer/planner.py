@@ -223,7 +223,7 @@ class Planner:
     def _deserves_retry(self, step: Step) -> bool:
         """True for a measured loss or tie after which another step was kept, and a capture that compilation may allow.
 
-        What a graph cannot record may be gone from a compiled model (the constants of a DeBERTa).
+        An operation that no graph records may be gone from a compiled model (a constant that a DeBERTa makes).
         """
         rows = self.run.ledger.record.steps
         index = next(i for i, row in enumerate(rows) if row.id == step.id)
