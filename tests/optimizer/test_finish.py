@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import CLOCK, PAUSE, WORK, TakePauseOut, pairs_of
@@ -61,6 +63,28 @@ def test_compiled_code_is_checked_at_other_shapes_where_there_is_time(left: floa
     assert finish._may_recompile(run) is may
 
 
+@pytest.mark.parametrize("may", [False, True])
+def test_without_time_the_result_is_the_model_of_its_trial(
+    may: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it, a new one, compiled from nothing."""
+    made: list[nn.Module] = []
+    resets: list[bool] = []
+
+    class Remembers(TakePauseOut):
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            made.append(super().apply(model, params))
+            return made[-1]
+
+    monkeypatch.setattr(finish, "_may_recompile", lambda _run: may)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
+    result = run(Remembers())
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    # a trial makes two, of which one is held to causality; the third is the result, or the steps without compilation
+    assert len(made) == 3 and result.model is made[2 if may else 1] and bool(resets) == may
+    assert (finish.NOT_RECOMPILED in result.record.notes) == (not may)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_steps_of_a_result_that_is_not_compiled_again_are_held_to_other_shapes(
     wrong: bool, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +104,6 @@ def test_steps_of_a_result_that_is_not_compiled_again_are_held_to_other_shapes(
     run: Any = SimpleNamespace(
         ledger=ledger, workload=SimpleNamespace(model=None), current=None, now=CLOCK, check=check
     )
-    monkeypatch.setattr(finish, "_may_recompile", lambda _run: False)
     monkeypatch.setattr(finish, "build", lambda model, applied: model)
     monkeypatch.setattr(finish, "check_quality", lambda _workload, _model: [])
     monkeypatch.setattr(finish, "_drop_last", lambda _run, reason: f"dropped: {reason}")
@@ -93,10 +116,10 @@ def test_steps_of_a_result_that_is_not_compiled_again_are_held_to_other_shapes(
 
     monkeypatch.setattr(finish, "_measured", measured)
     if wrong:
-        assert str(finish._final(run)).startswith("dropped: y of bucket b")
+        assert str(finish._final(run, recompiled=False)).startswith("dropped: y of bucket b")
     else:
         with pytest.raises(Measured):
-            finish._final(run)
+            finish._final(run, recompiled=False)
     assert asked == [(["replace_norm", "compile:default"], False), (["replace_norm"], True)]
     assert notes == [finish.NOT_RECOMPILED]
 

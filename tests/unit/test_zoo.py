@@ -200,6 +200,20 @@ def test_a_peer_that_is_wrong_has_none() -> None:
     assert "differs from eager's by inf" in row["problem"]
 
 
+def test_a_peer_is_right_where_eager_is_as_far_from_higher_precision() -> None:
+    """A difference of two large numbers, of which bfloat16 keeps two digits."""
+
+    class Cancels(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 100.0) - 100.0
+
+    made = from_example(Cancels().bfloat16(), torch.randn(64, dtype=torch.bfloat16))
+    for factor, is_right in ((1.0, True), (9.0, False)):
+        peer = Peer("other", lambda made, factor=factor: lambda x: factor * x)
+        found = measure.compared(peer, made, None, answer(made), seconds=0.02, limit=5.0)
+        assert ("ms" in found) == is_right and (found.get("error", 1.0) > measure.MOST_ERROR)
+
+
 def test_a_peer_that_raises_or_takes_too_long_says_so() -> None:
     def slow(_made: Workload) -> Any:
         time.sleep(5)

@@ -29,9 +29,9 @@ SEARCH_FACTOR = 6.0
 GATE_SECONDS = 2.0
 # the end of the run may take this part of a small budget to look again
 SMALL_SHARE = 0.6
-# the final gate compiles the result again, which takes about one later compilation; and for other shapes and arguments
-# by name, which takes these many more, or the first one again, as no cache has that code (33 to 58 s after 24 to 31 s,
-# a CLIP and a Swin-T on one H200, 2026-11-27)
+# where there is time, the final gate compiles the result again, which takes about one later compilation; and for other
+# shapes and arguments by name, which takes these many more, or the first one again, as no cache has that code (33 to 58
+# s after 24 to 31 s, a CLIP and a Swin-T on one H200, 2026-11-27)
 FINAL_COMPILATIONS, SHAPES_COMPILATIONS = 1, 2
 
 
@@ -145,10 +145,10 @@ class Costs:
             budget: seconds of the run.
             compiled: a compile step is in force.
             looks: no time is left for more; None: for all.
-            recompiled: time is left for `recompiling`.
+            recompiled: time is left to compile the result again, for the examples and for other shapes.
         """
-        later = FINAL_COMPILATIONS * self._later + self.loads * self.cached + self.serving if compiled else 0.0
-        later += self.recompiling if compiled and recompiled else 0.0
+        later = self.loads * self.cached + self.serving if compiled else 0.0
+        later += FINAL_COMPILATIONS * self._later + self.recompiling if compiled and recompiled else 0.0
         least = self.least_final + later
         more = self.later_looks if looks is None else self.later_looks[: looks - 1]
         return max(least, min(least + sum(more), SMALL_SHARE * budget))

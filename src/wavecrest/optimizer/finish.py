@@ -38,19 +38,24 @@ if TYPE_CHECKING:
 # sampling time a bucket of one process or phase, in seconds, at most
 MOST_SECONDS = 1.0
 NOT_RECOMPILED = (
-    "the compiled result was not checked at other shapes and with arguments by name: no time was left to compile it "
-    "for them (wavecrest verify does, or a larger --budget)"
+    "the result was not compiled anew for the final check of answers, which called the code of its trial, and not "
+    "checked at other shapes and with arguments by name: no time was left (wavecrest verify does all of it, or give "
+    "more --budget)"
 )
 
 
 def finish(run: RunState) -> None:
     """Measure the result with fresh compiler state and default limits, original against final; write everything.
 
-    `run.current` is then the model to return.
+    `run.current` is then the model to return. Where no time is left to compile it again it keeps the code of its trial:
+    fresh processes, which are measured, compile with default limits in any case.
     """
     if run.ledger.applied.steps:
         run.progress.phase("final check of answers")
-    torch._dynamo.reset()
+    recompiled = _may_recompile(run)
+    anew = recompiled or bool(run.workload.ranges)
+    if anew:
+        torch._dynamo.reset()
     # the coverage table is that of the result, not of candidates that were turned down
     registry.forget()
     record = run.ledger.record
@@ -58,12 +63,13 @@ def finish(run: RunState) -> None:
         record.result = _unchanged(run)
     else:
         begin = run.seconds_spent
-        run.current = build(run.workload.model, run.ledger.applied)
+        if anew:
+            run.current = build(run.workload.model, run.ledger.applied)
         # as the user will run it, with one exception: a fall-back to eager raises. Declared ranges are served with a
-        # limit of their own
+        # limit of their own, and code of trials is beside that of others
         default = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-        with strict_compilation(graphs=GRAPHS) if run.workload.ranges else default:
-            record.result = _final(run)
+        with default if anew and not run.workload.ranges else strict_compilation(graphs=GRAPHS):
+            record.result = _final(run, recompiled=recompiled)
         record.final_seconds = run.seconds_spent - begin
         record.profile_after = run.profile(run.current)
     record.coverage = _coverage()
@@ -74,9 +80,8 @@ def finish(run: RunState) -> None:
     run.ledger.save_report()
 
 
-def _final(run: RunState) -> Result:
+def _final(run: RunState, *, recompiled: bool = True) -> Result:
     begin = run.now()
-    recompiled = _may_recompile(run)
     try:
         numerics = run.check(run.current, run.ledger.applied, final=True, recompiled=recompiled)
         if not recompiled:
@@ -126,7 +131,7 @@ def final_seconds(run: RunState) -> float:
 
 
 def _may_recompile(run: RunState) -> bool:
-    """Whether the time that is left holds the check of compiled code at other shapes too."""
+    """Whether the time that is left holds compiling the result again, for the examples and for other shapes."""
     applied, budget = run.ledger.applied, run.options.budget
     if not applied.only("compile").steps:
         return True
@@ -244,7 +249,7 @@ def _drop_last(run: RunState, reason: str) -> Result:
     if not run.ledger.applied.steps:
         return _unchanged(run)
     run.current = build(run.workload.model, run.ledger.applied)
-    return _final(run)
+    return _final(run, recompiled=_may_recompile(run))
 
 
 def _slower(run: RunState, found: str) -> Result:

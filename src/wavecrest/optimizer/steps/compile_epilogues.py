@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from wavecrest.graphs.inductor import PRESETS
 from wavecrest.graphs.root import traceable
-from wavecrest.optimizer.steps.base import Found, StepContext, structural_copy
+from wavecrest.optimizer.steps.base import Found, Prediction, StepContext, structural_copy
 from wavecrest.optimizer.steps.channels_last import set_channels_last
 from wavecrest.optimizer.steps.compile import Compile
 from wavecrest.optimizer.steps.fold_batch_norm import fold, foldable
@@ -14,6 +14,12 @@ from wavecrest.optimizer.steps.params import FoldedPreset
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from wavecrest.hardware import Device
+
+
+# share of convolutions in the time of kernels from which on a model is traced for those that end in ReLU
+LEAST_CONVOLUTION = 0.05
 
 
 class CompileEpilogues(Compile):
@@ -28,6 +34,17 @@ class CompileEpilogues(Compile):
 
     def __init__(self) -> None:
         super().__init__(PRESETS["epilogues"])
+
+    def looks_long(self, device: Device) -> bool:
+        """On the preset's devices, where the model is traced."""
+        return device.vendor in self.preset.devices
+
+    def hope(self, context: StepContext) -> Prediction:
+        """As `predict`; nothing where convolutions take next to no time."""
+        share = context.share("convolution")
+        if context.profile and share < LEAST_CONVOLUTION * (1 - context.idle_share()):
+            return Prediction(1.0, f"convolution is {share:.0%} of the time")
+        return super().predict(Found(()), context)
 
     def find(self, context: StepContext) -> Found:
         """Models in which cuDNN has such a kernel for some convolution."""
