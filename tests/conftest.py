@@ -20,6 +20,12 @@ from tests import interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# tests that share the cores (pytest -n) take one each, and so do their children. Inductor starts as many processes as
+# there are cores in every process that compiles: six seconds of a core, for kernels of a second
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other; it imports
 # Triton, which reads the line above
 importlib.import_module("torch._dynamo")
@@ -33,10 +39,6 @@ for _logger in list(logging.root.manager.loggerDict.values()):
 
 # nor may rows that somebody measured on this machine decide what tests run
 os.environ["WAVECREST_DATABASE"] = "off"
-
-# tests that share the cores (pytest -n) take one each
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 
 # child processes of tests import the package from the source tree, installed or not
 os.environ["PYTHONPATH"] = os.pathsep.join(
