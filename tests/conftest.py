@@ -20,11 +20,13 @@ from tests import interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# tests that share the cores (pytest -n) take one each, and so do their children. Inductor starts as many processes as
-# there are cores in every process that compiles: six seconds of a core, for kernels of a second
+# tests that share the cores (pytest -n) take one each, and so do their children, whose threads would wait for each other
+# at full speed. Inductor starts as many processes as there are cores in every process that compiles: six seconds of a
+# core, for kernels of a second
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for _name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(_name, "1")
 
 # before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other; it imports
 # Triton, which reads the line above
