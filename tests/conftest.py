@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -20,7 +21,7 @@ from tests import interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# tests that share the cores (pytest -n) take one each, and so do their children, whose threads would wait for each other
+# tests that share the cores (pytest -n) take one each, and so do their children, whose threads would wait for others
 # at full speed. Inductor starts as many processes as there are cores in every process that compiles: six seconds of a
 # core, for kernels of a second
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -57,10 +58,23 @@ interpreted = importlib.import_module("wavecrest.ops.common.interpreted")
 
 # a command measures for two seconds what a CPU can do at most, which no test reads: other tests have the CPU, too
 importlib.import_module("wavecrest.profile.roofline").CPU_SECONDS = 0.05  # type: ignore[attr-defined]
+# nor do most read how fast it copies 64 MiB, whose random numbers take longer than the op that they stand beside
+_copy_bytes: dict[str, int] = importlib.import_module("wavecrest.bench.ops").COPY_BYTES
+_USERS_COPY = _copy_bytes["cpu"]
+_copy_bytes["cpu"] = 1 << 20
 
 # a busy machine draws examples as slowly as it runs them
 settings.register_profile("wavecrest", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("wavecrest")
+
+
+# what is imported and collected stays, and is of a million objects: nobody looks through them for garbage
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +110,12 @@ def standins() -> Iterator[None]:
     yield
     os.environ["PYTHONPATH"] = before
     del sys.modules["wavecrest.dispatch.registry"].STATE.ops["planted"], sys.modules[name]
+
+
+@pytest.fixture
+def users_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of as many bytes as a user's bench makes stands beside an op."""
+    monkeypatch.setitem(_copy_bytes, "cpu", _USERS_COPY)
 
 
 @pytest.fixture
