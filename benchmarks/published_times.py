@@ -225,11 +225,13 @@ def predicted(arch: hardware.Arch, works: Iterable[Sequence[Work]], constants: C
     return min((one.us for one in made if one is not None), default=math.inf)
 
 
-def shapes(record: dict[str, Any]) -> dict[tuple[str, str], list[Shape]]:
-    """The shapes of a record by architecture and kind."""
+def shapes(record: dict[str, Any], only: tuple[str, str] | None = None) -> dict[tuple[str, str], list[Shape]]:
+    """The shapes of a record by architecture and kind, of all tables or of the `only` one."""
     found = {}
     for table in record["tables"]:
         arch = hardware.ARCHS[table["arch"]]
+        if only not in (None, (arch.name, table["kind"])):
+            continue
         rows = zip(table["M"], table["N"], table["K"], table["us"], table["library"], strict=True)
         found[arch.name, table["kind"]] = [
             Shape(*row, key=key_for(arch, table["kind"], row[0], row[1], row[2])) for row in rows
@@ -382,7 +384,7 @@ def priors(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     source = f"tuned table of {record['source']['repository']}, commit {record['source']['commit'][:8]}"
     for (arch, kind), parts in AGAINST_TORCH.items():
         won: dict[tuple[int, int, int], list[Shape]] = {}
-        for row in shapes(record)[arch, kind]:
+        for row in shapes(record, (arch, kind))[arch, kind]:
             won.setdefault((row.N, row.K, row_bucket(row.M)), []).append(row)
         text = io.StringIO()
         out = csv.writer(text, lineterminator="\n")

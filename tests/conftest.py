@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from tests import interpreter
 # Triton reads this when the kernels are defined, so it must be set before wavecrest.ops is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# tests that share the cores (pytest -n) take one each, and so do their children, whose threads would wait for others
+# at full speed. Inductor starts as many processes as there are cores in every process that compiles: six seconds of a
+# core, for kernels of a second
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    for _name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(_name, "1")
 
 # before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other; it imports
 # Triton, which reads the line above
@@ -33,10 +42,6 @@ for _logger in list(logging.root.manager.loggerDict.values()):
 
 # nor may rows that somebody measured on this machine decide what tests run
 os.environ["WAVECREST_DATABASE"] = "off"
-
-# tests that share the cores (pytest -n) take one each
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 
 # child processes of tests import the package from the source tree, installed or not
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -53,10 +58,27 @@ interpreted = importlib.import_module("wavecrest.ops.common.interpreted")
 
 # a command measures for two seconds what a CPU can do at most, which no test reads: other tests have the CPU, too
 importlib.import_module("wavecrest.profile.roofline").CPU_SECONDS = 0.05  # type: ignore[attr-defined]
+# nor do most read how fast it copies 64 MiB, whose random numbers take longer than the op that they stand beside
+_copy_bytes: dict[str, int] = importlib.import_module("wavecrest.bench.ops").COPY_BYTES
+_USERS_COPY = _copy_bytes["cpu"]
+_copy_bytes["cpu"] = 1 << 20
 
 # a busy machine draws examples as slowly as it runs them
 settings.register_profile("wavecrest", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("wavecrest")
+
+
+# what is imported and collected stays, and is of a million objects: nobody looks through them for garbage
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,6 +114,12 @@ def standins() -> Iterator[None]:
     yield
     os.environ["PYTHONPATH"] = before
     del sys.modules["wavecrest.dispatch.registry"].STATE.ops["planted"], sys.modules[name]
+
+
+@pytest.fixture
+def users_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of as many bytes as a user's bench makes stands beside an op."""
+    monkeypatch.setitem(_copy_bytes, "cpu", _USERS_COPY)
 
 
 @pytest.fixture

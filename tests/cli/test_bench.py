@@ -257,6 +257,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return facts
 
 
+@pytest.mark.usefixtures("users_copy")
 def test_ops_table(
     rounds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +381,7 @@ def test_a_cell_says_why_a_peer_has_no_time() -> None:
     assert _bench_ops._peer_cell(records.ImplTiming(name="liger", ms=3.0), 2.0) == "1.50×"
 
 
+@pytest.mark.usefixtures("users_copy")
 def test_large_tensors_and_wide_rows_have_their_own_line(
     rounds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

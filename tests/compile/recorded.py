@@ -30,6 +30,8 @@ BUDGETS = Path(__file__).parent / "budgets"
 # is wrong would show
 ALWAYS = "gfx942"
 SHARE = 3
+# modules of isa that compile, read and judge; the others, such as `side` for `isa diff`, take what these have made
+READERS = ("__init__", "assembly", "budget", "compiler", "facts", "mca", "survey")
 
 
 class Place(BaseModel):
@@ -130,8 +132,13 @@ def version(package: str) -> str:
 
 def reader() -> str:
     """A hash of the code that reads machine code and holds it to budgets: a change of it shows in any kernel."""
-    paths = [*sorted(Path(isa.__file__).parent.glob("*.py")), Path(occupancy.__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in readers())).hexdigest()[:12]
+
+
+def readers() -> list[Path]:
+    """The files of `READERS`, and of waves."""
+    folder = Path(isa.__file__).parent
+    return [*(folder / f"{name}.py" for name in READERS), Path(occupancy.__file__)]
 
 
 def hash_compiler() -> None:

@@ -6,6 +6,8 @@ After a change that is meant to: python tests/compile/write_recorded.py [OP ...]
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from tests.compile import recorded
 from tests.compile.conftest import ARCHS, ops_with_kernels
 from tests.compile.recorded import Compiled
+from wavecrest.hardware import occupancy
 from wavecrest.isa import budget, compiler
 
 KERNEL = recorded.Kernel(
@@ -141,6 +144,16 @@ def test_a_share_of_one_architecture_is_compiled_again_and_moves_with_the_record
     assert len(again(record.model_copy(update={"reader": "other"}))) == 31
     record.ops["rms_norm"]["7"]["gfx950"] = KERNEL._replace(key="other")
     assert ("rms_norm", "7", "gfx950") in again(record)
+
+
+def test_who_reads_machine_code_is_all_that_a_compilation_imports() -> None:
+    """A change of any other module of isa, such as a command's, compiles nothing anew."""
+    script = (
+        "import sys; import wavecrest.isa.survey, wavecrest.isa.budget, wavecrest.hardware.occupancy\n"
+        "print(*[one.__file__ for name, one in sys.modules.items() if name.startswith('wavecrest.isa')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {Path(name) for name in done.stdout.split()} == set(recorded.readers()) - {Path(occupancy.__file__)}
 
 
 def test_a_key_is_the_same_wherever_triton_lies(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def test_strides(layout: str, device: str) -> None:
 def test_tiles_that_reach_beyond_32_bits(device: str) -> None:
     # the 15th token of a tile is more than 2³¹ bytes from the first, in memory that is hardly touched
     step, call = 2**27 + 2**24, case([17], heads=2, kv_heads=1, d=16, keys=17, cache=I8, dtype=F16, device=device)
-    memory = torch.zeros(18 * step, dtype=I8, device=device)
+    memory = torch.empty(18 * step, dtype=I8, device=device)
     places = [memory[start:].as_strided(call.k_cache.shape, (17 * step, step, 16, 1)) for start in (0, 32)]
     for place, cache in zip(places, (call.k_cache, call.v_cache), strict=True):
         place.copy_(cache)

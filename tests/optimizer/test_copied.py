@@ -179,9 +179,11 @@ CASES: dict[str, Case] = {
         ],
     ),
 }  # fmt: skip
-# a fork for each, so that what one model registers helps no other
+# a fork for each, so that what one model registers helps no other. The models' own modules are imported once: they
+# register nothing of wavecrest's, and take each fork longer than all else
 LOADER = """
 import os, sys, torch, transformers
+from transformers import BertModel, LlamaForCausalLM, MixtralForCausalLM
 import wavecrest.nn, wavecrest.optimizer.steps.ladder
 torch.set_num_threads(1)
 for path in sys.argv[1:]:

@@ -143,6 +143,7 @@ def test_bad_settings(timer: Timer, options: dict[str, Any], message: str) -> No
 # --- who is let in
 
 
+@pytest.mark.usefixtures("users_copy")
 def test_ratio_and_percent_of_a_case(double: ToyOp, timer: Timer) -> None:
     timer.ms = 0.25
     record = bench(peers=("eager",), matching="64x4096")

@@ -151,7 +151,8 @@ def test_dispatch_on_gfx950_says_what_was_published(rows: int, source: str, said
 )  # fmt: skip
 def test_the_page_has_the_scores_of_the_half_held_out(arch_name: str, kind: str, row: str) -> None:
     """The model and the configurations that it ranks change, and with them what the page says of them."""
-    rows = published_times.shapes(files.read_json(RECORD, what="record"))[arch_name, kind]
+    table = arch_name, kind
+    rows = published_times.shapes(files.read_json(RECORD, what="record"), table)[table]
     drawn = published_times.sample([one for one in rows if one.held_out])
     scores = published_times._scores(hardware.ARCHS[arch_name], drawn, None)
     page = (RECORD.parents[2] / "docs/cost_model.md").read_text(encoding="utf-8")
