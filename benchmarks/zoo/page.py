@@ -57,15 +57,22 @@ def runs(evidence: Path = EVIDENCE) -> dict[str, dict[str, Run]]:
         RecordError: a record is damaged.
     """
     found: dict[str, dict[str, Run]] = {}
-    for path in sorted(evidence.glob(f"*/*_zoo_*{files.LINES}"), key=lambda path: path.name):
-        for one in files.read_json(path, what="record")["runs"]:
-            machine = found.setdefault(path.parent.name, {})
-            before = machine.get(one["part"])
-            rows = {row["case"]: row for row in one["rows"]}
-            whole = one["ended"] == "done" or (before is not None and rows.keys() >= before.rows.keys())
-            if before is None or whole or before.ended != "done":
-                machine[one["part"]] = Run(one["part"], one["ended"], one["header"], rows, path)
+    paths = sorted(evidence.glob(f"*/*_zoo_*{files.LINES}"), key=lambda path: path.name)
+    every = [(path, one) for path in paths for one in files.read_json(path, what="record")["runs"]]
+    # names of one day say nothing of the order
+    for path, one in sorted(every, key=lambda item: _began(*item)):
+        machine = found.setdefault(path.parent.name, {})
+        before = machine.get(one["part"])
+        rows = {row["case"]: row for row in one["rows"]}
+        whole = one["ended"] == "done" or (before is not None and rows.keys() >= before.rows.keys())
+        if before is None or whole or before.ended != "done":
+            machine[one["part"]] = Run(one["part"], one["ended"], one["header"], rows, path)
     return found
+
+
+def _began(path: Path, one: Row) -> str:
+    """The time of a run's header; the day in the file's name, for one that has not begun."""
+    return path.name[:10] if one["header"] is None else str(one["header"]["created"])
 
 
 def page(note: str, evidence: Path = EVIDENCE) -> str:
@@ -114,15 +121,19 @@ def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
             )
     names = _peers(measured)
     timed = [run for run in measured.values() if run.figures]
-    # the best of some peers may not be the best of all
-    ratios = [run.figures["ratio"] for run in timed if run.rows.keys() >= set(names)]
+    # the best of some peers may not be the best of all, and eager alone is no rival
+    ratios = [
+        run.figures["ratio"]
+        for run in timed
+        if run.rows.keys() >= set(names) and any("ms" in run.rows[name] for name in names if name != "eager")
+    ]
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         rest = len(timed) - len(ratios)
         yield (
             f"Geometric mean over {len(ratios)} {'models' if len(ratios) > 1 else 'model'}: {mean:.2f}× the best peer "
             f"({min(ratios):.2f}–{max(ratios):.2f}); {sum(ratio < 0.98 for ratio in ratios)} below 0.98."
-            + (f" {rest} not counted, as time ran out before all peers were timed." if rest else "")
+            + (f" {rest} not counted, as time ran out or no peer but eager has a time." if rest else "")
         )
     yield "\n".join(_table(measured))
     seeds = [measured[name] for name in SEEDS if name in measured and measured[name].figures]

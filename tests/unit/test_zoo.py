@@ -352,6 +352,16 @@ def test_a_run_that_was_stopped_counts_by_the_cases_it_has(tmp_path: Path) -> No
     assert "Geometric mean over 1 model: 1.50× the best peer (1.50–1.50); 0 below 0.98. 1 not counted, as time" in text
 
 
+def test_eager_alone_is_no_rival(tmp_path: Path) -> None:
+    """A peer whose answer is another's leaves eager alone; the line is shown, and no mean has it."""
+    done = {"part": "bert-base", "ended": "done", "seconds": 9.0, "summary": None, "rows": GOOD, "header": header()}
+    alone = [{"case": "compile", "problem": "its answer differs"} if row["case"] == "compile" else row for row in GOOD]
+    record(tmp_path / "machine", "2026-12-01_zoo_models.jsonl.gz", done, {**done, "part": "mlp", "rows": alone})
+    text = page.page("generated", tmp_path)
+    assert "| `mlp` | 4.000 | – |" in text and "Geometric mean over 1 model: 1.50×" in text
+    assert "1 not counted, as time ran out or no peer but eager has a time." in text
+
+
 def test_a_failed_run_is_shown_with_its_reason(tmp_path: Path) -> None:
     rows = [MODEL, {"case": "wavecrest", "problem": "OutOfMemoryError: no room", "seconds": 1.0}]
     run = {"part": "mlp", "ended": "done", "seconds": 9.0, "summary": None, "rows": rows, "header": header()}
