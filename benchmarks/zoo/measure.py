@@ -232,7 +232,7 @@ def _copied(answer: Any) -> list[torch.Tensor]:
 
 
 def _own_error(loaded: Workload, eager: list[torch.Tensor]) -> float:
-    """The largest relative error of eager's answer against the model in higher precision; 0 where that cannot be made."""
+    """The largest relative error of eager's answer against the model in higher precision; 0 if that cannot be made."""
     (inputs,) = loaded.buckets.values()
     found = Reference(loaded).answer(inputs)
     if found is None:
