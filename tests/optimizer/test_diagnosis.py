@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from tests.optimizer.conftest import NoAnalysis, Run
-from tests.optimizer.planted import AddPause, Nothing, TakePauseOut, slow
+from tests.optimizer.planted import CLOCK, AddPause, Nothing, TakePauseOut, slow
 from tests.unit.test_profile_compare import FUSED, GEMM, gpu
 from tests.unit.test_profile_compare import row as gpu_row
 from wavecrest import hardware, records
 from wavecrest.hardware import clocks
 from wavecrest.measure.workload import Workload, from_example
-from wavecrest.optimizer import diagnosis
+from wavecrest.optimizer import diagnosis, trial
+from wavecrest.optimizer.ledger import Ledger
+from wavecrest.optimizer.measurer import Measurer
+from wavecrest.optimizer.options import Options
+from wavecrest.optimizer.progress import Silent
+from wavecrest.optimizer.state import RunState
+from wavecrest.optimizer.steps import AppliedSteps, step_by_id
 
 
 def row(name: str, ms: float) -> records.OpTime:
@@ -175,3 +181,45 @@ def a_run(base: records.BucketProfile, new: records.BucketProfile) -> Any:
 
 def a_speed() -> Any:
     return SimpleNamespace(new_ms=1.0)
+
+
+@pytest.mark.parametrize(("seconds", "anew"), [(1.0, True), (6.0, False)])
+def test_ops_behind_a_graph_are_profiled_where_that_takes_little(
+    seconds: float, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they are those of the last profile; times are those of the graph in both."""
+    before, plain = gpu(GEMM, FUSED, launches=90), gpu(GEMM, launches=50)
+    replayed = gpu(launches=1).model_copy(update={"kernel_ms": 2.5})
+    applied = AppliedSteps().plus(step_by_id("replace_norm"), {"sites": []})
+    applied = applied.plus(step_by_id("capture"), {"buckets": ["b1"], "compile": ""})
+    run: Any = SimpleNamespace(
+        ledger=SimpleNamespace(applied=applied, record=SimpleNamespace(profile_before=[])),
+        workload=SimpleNamespace(model=nn.Identity()),
+        context=SimpleNamespace(profile=[before]),
+        longest_profile=seconds,
+        seconds_left=100.0,
+        profile=lambda model: [plain],
+    )
+    monkeypatch.setattr(trial, "build", lambda model, steps: model)
+    (found,) = trial._with_ops(run, [replayed])
+    expected = plain if anew else before
+    assert (found.ops, found.launches) == (expected.ops, expected.launches) and found.kernel_ms == 2.5
+
+
+def test_the_longest_profile_is_known() -> None:
+    takes = iter([1.0, 3.0, 2.0])
+
+    class Slow(NoAnalysis):
+        def profile(self, model: nn.Module, ceilings: Any) -> tuple[list[records.BucketProfile], str]:
+            CLOCK.advance(next(takes))
+            return [], ""
+
+    workload, options = from_example(*slow()), Options()
+    measurer = Measurer(workload, 60.0, Silent(), CLOCK)
+    ledger = Ledger(workload, hardware.cpu(), options, folder=None)
+    state = RunState(workload, options, Silent(), hardware.cpu(), ledger, measurer, Slow(workload), CLOCK)
+    seen = []
+    for _ in range(3):
+        state.profile(workload.model)
+        seen.append(state.longest_profile)
+    assert seen == pytest.approx([1.0, 3.0, 3.0])

@@ -40,6 +40,7 @@ class RunState:
         costs: what trials took so far.
         children: starts the fresh processes of the final measurement and of trials of variables.
         began: when this run began, by `now`.
+        longest_profile: seconds of the longest profile so far: one with the ops of a model that has no graph.
     """
 
     workload: Workload
@@ -57,6 +58,7 @@ class RunState:
     began: float = field(init=False)
     costs: Costs = field(default_factory=Costs)
     children: Starter = field(init=False)
+    longest_profile: float = 0.0
     _profiled: tuple[nn.Module, list[BucketProfile]] | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +94,9 @@ class RunState:
 
     def profile(self, model: nn.Module) -> list[BucketProfile]:
         """Where the time of each bucket goes; empty, with a note, if that cannot be found out."""
+        begin = self.now()
         found, note = self.analysis.profile(model, self.ledger.record.ceilings)
+        self.longest_profile = max(self.longest_profile, self.now() - begin)
         self.ledger.note(note)
         return found
 
