@@ -23,8 +23,8 @@ from wavecrest.graphs.nodes import (
     sets_items,
     tensors,
     value,
+    writers,
     written_by,
-    written_memory,
 )
 
 # bytes that the constants of one graph may take
@@ -116,10 +116,10 @@ def _look(
 ) -> tuple[dict[fx.Node, Tensor], set[int], dict[fx.Node, Any]]:
     """The inputs that are the model's own, the memory that their nodes alone write into, and all values known."""
     _fill_by_shape(graph.graph)
-    written = written_memory(graph.graph)
-    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, written)
+    written = writers(graph.graph)
+    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, set(written))
     private = _private(graph.graph, known, written)
-    return known, private, _evaluate(graph, known, (written - private) | _returned(graph.graph), private)
+    return known, private, _evaluate(graph, known, (set(written) - private) | _returned(graph.graph), private)
 
 
 def _fill_by_shape(graph: fx.Graph) -> None:
@@ -208,23 +208,27 @@ def _returned(graph: fx.Graph) -> set[int]:
     return {name for node in graph.output_node().all_input_nodes for name in memories(node)}
 
 
-def _private(graph: fx.Graph, known: Iterable[fx.Node], written: set[int]) -> set[int]:
-    """Written memory of which every tensor depends on `known` alone, and nothing else reads before the last write."""
+def _private(graph: fx.Graph, known: Iterable[fx.Node], written: Mapping[int, list[fx.Node]]) -> set[int]:
+    """Written memory of which every tensor depends on `known` alone, and nothing else reads before the last write.
+
+    `written`: the nodes that write, by memory.
+    """
     fixed = set(known)
     for node in graph.nodes:
         if node.op in CALLS and _has_result(node) and all(one in fixed for one in node.all_input_nodes):
             fixed.add(node)
     place = {node: index for index, node in enumerate(graph.nodes)}
-    found = set(written)
+    found, holders = set(written), dict[int, list[fx.Node]]()
     for node in graph.nodes:
+        lies_in = memories(node) & written.keys()
         if node not in fixed or node.op == "placeholder":
-            found -= memories(node)
+            found -= lies_in
+        for name in lies_in:
+            holders.setdefault(name, []).append(node)
     for name in set(found):
-        holders = [node for node in graph.nodes if name in memories(node)]
-        writers = [node for node in graph.nodes if name in written_by(node)]
-        last = max(place[node] for node in writers)
-        readers = [user for node in holders for user in node.users if user not in fixed]
-        if any(node not in fixed for node in writers) or any(place[user] < last for user in readers):
+        last = max(place[node] for node in written[name])
+        readers = [user for node in holders.get(name, ()) for user in node.users if user not in fixed]
+        if any(node not in fixed for node in written[name]) or any(place[user] < last for user in readers):
             found.discard(name)
     return found
 
@@ -292,14 +296,14 @@ def _constants_graph(
 ) -> tuple[fx.GraphModule, set[fx.Node]]:
     """The graph of the constants alone, and the inputs of the whole graph that are its inputs."""
     needed: set[fx.Node] = set()
-    open_nodes = list(kept)
+    open_nodes, written = list(kept), writers(graph.graph)
     while open_nodes:
         node = open_nodes.pop()
         if node not in needed:
             needed.add(node)
             open_nodes.extend(node.all_input_nodes)
             # and what writes into it
-            open_nodes.extend(one for one in graph.graph.nodes if written_by(one) & memories(node))
+            open_nodes.extend(one for name in memories(node) for one in written.get(name, ()))
     made = fx.Graph()
     places: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:

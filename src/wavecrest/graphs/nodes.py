@@ -80,6 +80,9 @@ def _asks_in_place(node: fx.Node) -> bool:
     """Whether a function of torch.nn.functional is told to work in place."""
     if isinstance(node.target, str) or not callable(node.target):
         return False
+    # signatures take most of the time of a look at a graph
+    if not any(given is True for given in (*node.args, *node.kwargs.values())):
+        return False
     try:
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):
@@ -93,9 +96,13 @@ def written_by(node: fx.Node) -> set[int]:
     return {name for target in written(node) for name in memories(target)}
 
 
-def written_memory(graph: fx.Graph) -> set[int]:
-    """Names of the memory that some node of a graph writes into."""
-    return {name for node in graph.nodes for name in written_by(node)}
+def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By the name of memory that is written, the nodes of a graph that write into it, in order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for name in written_by(node):
+            found.setdefault(name, []).append(node)
+    return found
 
 
 def has_values(graph: fx.Graph) -> bool:

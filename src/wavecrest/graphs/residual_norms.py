@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from wavecrest import ops
 from wavecrest.errors import InvalidArgument
-from wavecrest.graphs.nodes import argument, memories, tensors, value, written_memory
+from wavecrest.graphs.nodes import argument, memories, tensors, value, writers
 from wavecrest.ops.rows.call import RowCall
 
 ADDITIONS = (operator.add, torch.add, "add", "__add__")
@@ -50,7 +50,7 @@ def rewrite(graph: fx.GraphModule, wanted: Wanted = own_kernel) -> int:
         graph: as Dynamo makes it, with an example value for every node.
         wanted: which calls, with fake tensors, are replaced.
     """
-    count, written = 0, written_memory(graph.graph)
+    count, written = 0, set(writers(graph.graph))
     for norm in list(norms(graph.graph)):
         added = norm.source
         if added.op not in ("call_function", "call_method") or added.target not in ADDITIONS or added.kwargs:

@@ -26,7 +26,7 @@ from wavecrest.dispatch.decision import Decision
 from wavecrest.errors import InvalidArgument, PlanMismatch, PlanWarning, WavecrestError
 from wavecrest.graphs import activations, constants, fusions
 from wavecrest.graphs.inductor import PRESETS
-from wavecrest.graphs.nodes import memories, tensors, value, written_memory
+from wavecrest.graphs.nodes import memories, tensors, value, writers
 from wavecrest.measure.workload import Inputs
 from wavecrest.nn.attention import sdpa, sdpa_call
 from wavecrest.ops._flash_attention.backend import op as flash_attention
@@ -353,7 +353,8 @@ class _Planned:
         others = [node.name for index, node in enumerate(placeholders) if index not in known and node not in sizes]
         if others:
             raise PlanMismatch(f"the graph reads {', '.join(others)}, which is no argument of the model; {APPLY}")
-        if any(memories(node) & written_memory(graph.graph) for node in placeholders):
+        written = set(writers(graph.graph))
+        if any(memories(node) & written for node in placeholders):
             raise PlanMismatch(f"the model writes into its arguments or buffers; {APPLY}")
 
     def __call__(self, *flat: Any) -> list[Any]:
