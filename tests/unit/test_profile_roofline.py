@@ -204,3 +204,20 @@ def test_measured_ceilings_bound_a_plain_product() -> None:
 def test_measure_ceilings_refuses_types_without_a_product(dtype: str) -> None:
     with pytest.raises(InvalidArgument, match=dtype):
         roofline.measure_ceilings("cpu", dtype)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float64, 1)])
+def test_a_ceiling_of_a_cpu_is_of_the_faster_library(
+    dtype: torch.dtype, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = torch.randn(8, 8).to(dtype)
+    found = [product() for product in roofline._products(a)]
+    if not torch.backends.mkldnn.is_available():
+        number = 1
+    assert len(found) == number
+    for made, expected in zip(found, (a @ a, a @ a.mT), strict=False):
+        torch.testing.assert_close(made, expected)
+    seconds = iter([2e-6, 1e-6] if number == 2 else [1e-6])
+    monkeypatch.setattr(roofline, "_best_seconds", lambda call, finish, spend: next(seconds))
+    # one size: the next would take longer than there is time for
+    assert roofline._best_product("cpu", dtype, False, lambda: None, 1e-6) == pytest.approx(2 * 256**3 / 1e-6 / 1e12)
