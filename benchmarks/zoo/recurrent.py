@@ -58,7 +58,7 @@ def xlstm_small(site: Site) -> tuple[nn.Module, Any]:
     shapes = {"vocab_size": 50_304, "hidden_size": 1024, "num_hidden_layers": 12, "num_heads": 4}
     if site.tiny or site.device == "cpu":
         shapes = {"vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_heads": 4}
-    # the kernels of its own code, on a CPU too
+    # the kernels of its own code, on a CPU too; of a model in 16 bits they multiply float32 by these, and raise
     config = xLSTMConfig(
         chunkwise_kernel="chunkwise--native_autograd", sequence_kernel="native_sequence__native",
         step_kernel="native", autocast_kernel_dtype=site.size.dtype, **shapes,

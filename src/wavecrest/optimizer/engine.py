@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # compiled variants of one function that a run may make for each bucket
 GRAPHS_A_BUCKET = 128
 # seconds of the final check of answers, as a part of those of the reference outputs, which a GPU makes in higher
-# precision: 0.03 to 0.3 without compilation (12 models of the zoo on one H200, 2026-11-27)
+# precision: without compilation it took 0.3 to 2.7 s (records of the zoo, H200, 2026-11-27), they 4 to 10 (no record)
 CHECK_SHARE, CHECK_SHARE_CPU = 0.5, 1.0
 
 

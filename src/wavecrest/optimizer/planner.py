@@ -161,9 +161,9 @@ class Planner:
     run: RunState
     steps: Sequence[Step]
     _looks: dict[str, _Look] = field(default_factory=dict)
-    # seconds that the longest look of all open steps took, and the longest for which the model was traced
+    # seconds that the longest look of all open steps took, and the longest of a step that looks long
     _looking: float = 0.0
-    _traced: float = 0.0
+    _longest_look: float = 0.0
 
     def next(self) -> Candidate | None:
         """The candidate to try; None when nothing is left that can be tried."""
@@ -181,7 +181,7 @@ class Planner:
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
             chosen = self._choose([one for one in candidates if one.is_able or (one.unseen and not one.is_hopeless)])
             if chosen is not None and chosen.unseen:
-                # it is worth tracing the model now
+                # it is worth a long look now
                 self._look([chosen.step], again=True)
                 continue
             # what was found on an earlier ground may be gone, and what was not found may be there now: it comes before
@@ -191,7 +191,7 @@ class Planner:
                 doubtful += [one.step for one in candidates if not one.is_able]
             hopeless = {one.step.id for one in candidates if one.is_hopeless}
             doubtful = [step for step in doubtful if step.id not in hopeless]
-            doubtful = [step for step in doubtful if not self._traces(step) or self._can_trace(step)]
+            doubtful = [step for step in doubtful if not self._looks_long(step) or self._holds_look(step)]
             if not self._look(doubtful, again=True):
                 return chosen
 
@@ -238,30 +238,30 @@ class Planner:
 
     # ---- looks and predictions
 
-    def _traces(self, step: Step) -> bool:
+    def _looks_long(self, step: Step) -> bool:
         return step.looks_long(self.run.context.device)
 
     def _has_looked(self, step: Step) -> bool:
         """Whether a step has looked, or may do so at no cost."""
-        return not self._traces(step) or step.id in self._looks
+        return not self._looks_long(step) or step.id in self._looks
 
     def _is_late(self, step: Step) -> bool:
-        """Whether a step that traces the model has not looked, and its seconds are better spent on other trials."""
+        """Whether a step that looks long has not looked, and its seconds are better spent on other trials."""
         return not self._has_looked(step) and (self._one_only or not self._can_look(step))
 
     def _can_look(self, step: Step) -> bool:
         """Whether a step has looked, may do so at no cost, or the budget holds it."""
-        return self._has_looked(step) or self._can_trace(step)
+        return self._has_looked(step) or self._holds_look(step)
 
-    def _can_trace(self, step: Step) -> bool:
-        """Whether the budget holds tracing the model, the trial and its proof."""
-        needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step, self._hope(step))
+    def _holds_look(self, step: Step) -> bool:
+        """Whether the budget holds a long look, the trial and its proof."""
+        needed = self._long_look + self.run.costs.expect(self._kind(step)) + self._reserve(step, self._hope(step))
         return needed <= self.run.seconds_left
 
     @property
-    def _tracing(self) -> float:
-        """Seconds of tracing the model for a step's sites: the most that it took so far, or a part of a compilation."""
-        return self._traced or TRACE_SHARE * self.run.costs.compilation
+    def _long_look(self) -> float:
+        """Seconds of a long look: the most that one took so far, or a part of a compilation."""
+        return self._longest_look or TRACE_SHARE * self.run.costs.compilation
 
     @property
     def _compiled(self) -> bool:
@@ -325,8 +325,8 @@ class Planner:
             context.shared.clear()
         took = run.now() - begin
         self._looking = max(self._looking, took)
-        if any(self._traces(step) for step in steps if step.id in moved):
-            self._traced = max(self._traced, took)
+        if any(self._looks_long(step) for step in steps if step.id in moved):
+            self._longest_look = max(self._longest_look, took)
         return bool(moved)
 
     def _find(self, step: Step) -> tuple[Found | None, Exception | None]:
@@ -373,14 +373,14 @@ class Planner:
         seconds, prediction = max(seconds, LEAST_SECONDS), self._hope(step) if look is None else look.prediction
         reserve = self._reserve(step, prediction)
         if look is None:
-            return Candidate(step, attempt, None, None, prediction, kind, seconds, reserve, unseen=self._tracing)
+            return Candidate(step, attempt, None, None, prediction, kind, seconds, reserve, unseen=self._long_look)
         return self._with_cause(
             Candidate(step, attempt, look.found, look.error, look.prediction, kind, seconds, reserve)
         )
 
     def _hope(self, step: Step) -> Prediction:
         """The prediction of a step that has not looked for its sites."""
-        if not self._traces(step):
+        if not self._looks_long(step):
             return Prediction(None, "")
         return self._less_what_goes(step, step.hope(self.run.context))
 

@@ -170,7 +170,7 @@ def _with_ops(run: RunState, replayed: list[BucketProfile]) -> list[BucketProfil
         return replayed
     plain = run.ledger.record.profile_before
     if bare.steps:
-        # reading the events of a Gemma 2 2B took 4 to 5 s after each kept step (one H200, 2026-11-27)
+        # reading the events of a Gemma 2 2B took 4 to 5 s after each kept step (H200, 2026-11-27, no record)
         affordable = run.longest_profile <= PROFILE_SHARE * run.seconds_left
         plain = run.profile(build(run.workload.model, bare)) if affordable else run.context.profile
     ops = {profile.bucket: {"ops": profile.ops, "launches": profile.launches} for profile in plain}

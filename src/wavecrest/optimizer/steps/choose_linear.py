@@ -52,7 +52,7 @@ class ChooseLinear(Step):
     tried_after = ("fuse_qkv", "fuse_gate_up", "fuse_parallel")
 
     def looks_long(self, device: Device) -> bool:
-        """On a GPU, where each distinct call is compiled for several backends: 10 to 12 s (one H200, 2026-11-27)."""
+        """On a GPU, where each distinct call is compiled for several backends: 10 to 12 s (H200, no record)."""
         return device.kind != "cpu"
 
     def hope(self, context: StepContext) -> Prediction:

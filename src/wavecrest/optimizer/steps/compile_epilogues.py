@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
 
 
-# share of convolutions in the time of kernels from which on a model is traced for those that end in ReLU
+# share of convolutions in the time of kernels from which on a model is traced for those that end in ReLU, by guess
 LEAST_CONVOLUTION = 0.05
 
 

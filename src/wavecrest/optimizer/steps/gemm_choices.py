@@ -80,7 +80,7 @@ def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -
     calls = list(calls)
     if time is None:
         new = {name_of(call): call for call in calls if (device, name_of(call), Op.epoch) not in _timed}
-        _compile_together([_with_numbers(call, device) for call in new.values()], device)
+        _compile_together(list(new.values()), device)
     for call in calls:
         name = name_of(call)
         # rows that were measured since decide anew
@@ -115,10 +115,11 @@ def _names(call: GemmCall) -> list[str]:
 
 @torch.no_grad()
 def _compile_together(calls: Sequence[GemmCall], device: str) -> None:
-    """Compile the kernels of every backend in threads: in turn they took 10 to 12 s (one H200, 2026-11-27)."""
+    """Compile the kernels of every backend in threads: in turn they took 10 to 12 s (H200, 2026-11-27, no record)."""
 
     def first_calls() -> None:
-        for call in calls:
+        # the numbers of one call at a time: those of all layers may be more than memory holds
+        for call in (_with_numbers(one, device) for one in calls):
             for name in _names(call):
                 # told when it is timed
                 with contextlib.suppress(WavecrestError):
