@@ -20,11 +20,15 @@ def main() -> int:
     """Run the program; the exit code."""
     received: list[int] = []
 
-    def interrupt(number: int, _frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
             # asked twice: what is written is whole at any time
             os._exit(128 + number)
         received.append(number)
+        if _imports_torch(frame):
+            # torch's C++ code ends the process with a trace where Python that it calls raises; no command has begun
+            _say("interrupted")
+            os._exit(128 + number)
         # a compiler may swallow the exception and go on
         watch = threading.Timer(PATIENCE, os._exit, (128 + number,))
         watch.daemon = True
@@ -65,6 +69,14 @@ def main() -> int:
             _say("interrupted")
         return _leave(128 + received[0])
     return code
+
+
+def _imports_torch(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _say(text: str) -> None:

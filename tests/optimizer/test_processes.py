@@ -68,7 +68,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     """The program in a process of its own; a shell in the background has SIGINT ignored, and children inherit that."""
     return subprocess.Popen(
         [sys.executable, "-m", "wavecrest", *arguments],
-        env=env.python_child({}),
+        env=env.python_child({}, options.pop("folders", [])),
         stdout=options.pop("stdout", subprocess.PIPE),
         stderr=subprocess.PIPE,
         text=True,
@@ -99,6 +99,24 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(after: float) -> No
         pytest.skip("the command had ended")
     assert process.returncode in (130, -signal.SIGINT), err
     assert process.returncode == -signal.SIGINT or err.splitlines() == ["interrupted"], err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_raises_nothing_in_it(tmp_path: Path, number: signal.Signals) -> None:
+    # like torch's own C++ code, whose std::terminate ends the process where Python that it calls raises
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import inner\n")
+    (tmp_path / "torch" / "inner.py").write_text(
+        "import os, time\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(30)\n"
+        "except BaseException:\n"
+        "    os.abort()\n"
+    )
+    process = start("explain", "gemm", folders=[str(tmp_path)])
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, "interrupted\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
