@@ -31,6 +31,7 @@ ONLY = {
     "mxfp8": ("gfx950", "gfx942 has no scaled matrix instruction"),
     "matmul of its own kernel": ("gfx950", "the kernel is gfx950's"),
     "matmul of gfx942's own kernel": ("gfx942", "the kernel is gfx942's"),
+    "attention of its own kernel": ("gfx950", "the kernel is gfx950's"),
     "fp8fnuz": ("gfx942", "the fnuz formats are those of gfx942"),
 }
 # cases of what is found without the watch
@@ -380,6 +381,27 @@ def _own(arch: str) -> tuple[float, float]:
                 lost.append(runs[-1].stats.lds_conflicts)
                 worst = max(worst, relative(got, call.a.double() @ call.b.double()))
             assert lost[0] == lost[1], f"conflicts with two and four steps: {lost}"
+    return worst, 8e-3
+
+
+@case("attention of its own kernel")
+def _own_attention(arch: str) -> tuple[float, float]:
+    """flash_attention's kernel for gfx950, each tile that `tune` tries: no wave waits for a bank of LDS."""
+    from wavecrest.ops._flash_attention import backend, study
+    from wavecrest.ops._flash_attention.call import FlashAttentionCall
+
+    worst, runs = 0.0, driver.active.runs
+    for head_dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+        call = FlashAttentionCall(*(torch.randn(1, 1, 330, head_dim).to(dtype) for _ in range(3)), "bhsd", causal=True)
+        want = backend.op.reference(call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double()))
+        key = backend.op.key(call)
+        tiles = {(one["BLOCK_M"], one["BLOCK_N"]): one for one in study.space.space_cdna(key, ARCHS[arch])}
+        for config in tiles.values():
+            backend.op.pin(key, "triton_cdna", config, "user", "a test")
+            got = backend.op(call)
+            backend.op.unpin()
+            assert runs[-1].kernel == "_cdna_attention_kernel" and runs[-1].stats.lds_conflicts == 0, config
+            worst = max(worst, relative(got, want))
     return worst, 8e-3
 
 

@@ -32,13 +32,19 @@ def test_races_are_found_and_a_clean_kernel_has_none(run_child: Child) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "dtype"),
-    # gfx90a has opcodes of its own for the last two
-    [("gfx950", "float16"), ("gfx90a", "bfloat16"), ("gfx90a", "int8")],
+    ("arch", "case"),
+    [
+        ("gfx950", "matmul float16"),
+        # gfx90a has opcodes of its own for these
+        ("gfx90a", "matmul bfloat16"),
+        ("gfx90a", "matmul int8"),
+        # no interpreter runs this one
+        ("gfx950", "attention of its own kernel"),
+    ],
 )
-def test_a_matrix_kernel_matches_pytorch(run_child: Child, arch: str, dtype: str) -> None:
-    done = run_child("tests.emulated.cases", arch, f"matmul {dtype}")
+def test_a_matrix_kernel_matches_pytorch(run_child: Child, arch: str, case: str) -> None:
+    done = run_child("tests.emulated.cases", arch, case)
     assert done.returncode == 0, done.stderr[-2000:]
-    row = json.loads(done.stdout)[f"matmul {dtype}"]
+    row = json.loads(done.stdout)[case]
     assert not row["problem"], row["problem"]
     assert row["error"] <= row["allowed"] and row["matrix"] > 0, row

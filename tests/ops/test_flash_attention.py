@@ -49,7 +49,7 @@ from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.study import visible_pairs
 from wavecrest.ops._flash_attention.study.space import space_hopper_of, space_of
-from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common import launcher as _launcher
 from wavecrest.ops.common import triton as _triton
 
 OURS = ("triton", "reference")
@@ -1093,7 +1093,7 @@ def test_hopper_strides(layout: str, hopper: Op) -> None:
     assert_attends(HOPPER, FlashAttentionCall(*given, layout=layout, causal=True))
     odd = torch.empty(2 * 300 * HEADS * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(2, 300, HEADS, 64)
     odd.copy_(views[0])
-    _hopper.replaced.cache_clear()
+    _launcher.replaced.cache_clear()
     with pytest.warns(PortableKernel, match="flash_attention: "):
         assert_attends(HOPPER, FlashAttentionCall(odd, *views[1:], causal=True))
     expanded = views[1][:, :, :1].expand(2, 300, HEADS, 64)

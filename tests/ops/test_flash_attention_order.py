@@ -99,7 +99,7 @@ def test_results_are_the_same_in_every_order(name: str, device: str, monkeypatch
     for xcds, section in ((1, 2), (8, 1), (8, 2), (2, 3), (8, 100)):
         with monkeypatch.context() as patch:
             machine(patch, 304, xcds)
-            patch.setattr(launches, "_section", lambda _call, _config, section=section: section)
+            patch.setattr(launches, "section", lambda _call, _config, section=section: section)
             patch.setattr(torch, "empty", filled)
             got = op.run("triton", call, config=SECTIONED)
         assert isinstance(got, Tensor) and torch.equal(got, plain), (xcds, section)

@@ -32,6 +32,7 @@ from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops._gemm.key import shape_of
 from wavecrest.ops._gemm.study import space
+from wavecrest.ops.common import launcher as _launcher
 from wavecrest.ops.common import target as _target
 
 CDNA = "triton_cdna"
@@ -241,7 +242,7 @@ def test_the_portable_kernel_says_why_it_runs(as_gfx950: None) -> None:
     call = plain(256, 256, 64)
     odd = torch.empty(256 * 64 + 1, dtype=BF16)[1:].view(256, 64)
     for changed, reason in ((call._replace(a=odd), "does not begin"), (plain(200, 256, 64), "makes 256 rows")):
-        cdna_launch.replaced.cache_clear()
+        _launcher.replaced.cache_clear()
         with pytest.warns(PortableKernel, match=f"gemm: its portable kernel .* triton_cdna, which .*{reason}"):
             assert cdna_launch.bind(changed, configs.cdna(), lambda call: call.a)(changed) is changed.a
         # once is enough

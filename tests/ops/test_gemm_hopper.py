@@ -32,6 +32,7 @@ from wavecrest.ops._gemm.call import GATED, GemmCall
 from wavecrest.ops._gemm.key import key_of
 from wavecrest.ops._gemm.study import space
 from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common import launcher as _launcher
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.common.activation import ACTIVATIONS
 
@@ -112,7 +113,7 @@ def test_strides(hopper: AnyOp) -> None:
     odd = torch.empty(3 * 50 * 96 + 1, dtype=BF16, device="cuda")[1:].view(3, 50, 96)
     odd.copy_(rows)
     expected = gemm.run("triton", call._replace(a=odd))
-    _hopper.replaced.cache_clear()
+    _launcher.replaced.cache_clear()
     with pytest.warns(PortableKernel, match="a clone of it does"):
         assert same_bits(assert_right(HOPPER, call._replace(a=odd)), expected)
     for refused in (call._replace(a=rows[:, :1].expand(3, 50, 96)), call._replace(b=weight.mT.contiguous())):
@@ -321,7 +322,7 @@ def test_the_portable_kernel_says_why_it_runs(as_sm_90: None) -> None:
         return call.a
 
     for a, reason in ((odd, "where one of the tensors does not begin"), (expanded, "every other stride")):
-        _hopper.replaced.cache_clear()
+        _launcher.replaced.cache_clear()
         changed = call._replace(a=a)
         with pytest.warns(PortableKernel, match=f"gemm: its portable kernel .* which copies .*{reason}"):
             hopper_launch.bind(changed, configs.hopper(), portable)(changed)

@@ -31,7 +31,7 @@ from wavecrest.ops._mla_decode.key import key_of, shape_of
 from wavecrest.ops._mla_decode.reference import reference
 from wavecrest.ops._mla_decode.study import cases as cases_of_tools
 from wavecrest.ops._mla_decode.study.space import space_hopper, space_of
-from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common import launcher as _launcher
 from wavecrest.ops.common.launcher import Launch
 
 OP = "mla_decode"
@@ -938,7 +938,7 @@ def test_hopper_strides(hopper: None) -> None:
         assert same_bits(got, want)
     odd = torch.empty(call.latent_cache.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(call.latent_cache)
     odd.copy_(call.latent_cache)
-    _hopper.replaced.cache_clear()
+    _launcher.replaced.cache_clear()
     with pytest.warns(PortableKernel, match="mla_decode: "):
         assert_right(call, run_hopper(call._replace(latent_cache=odd)))
     uneven = torch.empty(10, 512, 580, dtype=BF16, device="cuda")[:, :, :576]

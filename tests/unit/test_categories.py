@@ -87,6 +87,7 @@ NAMES: dict[str, list[str]] = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
         "triton_tem_fused_flex_attention_0",
         "_flash_attention_kernel",
+        "_cdna_attention_kernel",
         "_decoding_kernel",
         "_mlstm_chunks_kernel",
         "_mlstm_step_kernel",

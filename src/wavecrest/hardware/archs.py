@@ -53,6 +53,11 @@ class Arch:
             return self.peak_fp8
         return self.peak_fp32
 
+    @property
+    def rounds_bf16(self) -> bool:
+        """True where an instruction rounds float32 to bfloat16, as compiled by triton 3.6 and 3.9."""
+        return self.vendor == "nvidia" or self.name == "gfx950"
+
 
 _AMD = "AMD datasheet"
 _NVIDIA = "NVIDIA datasheet"

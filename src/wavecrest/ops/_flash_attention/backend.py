@@ -9,6 +9,7 @@ from torch import Tensor
 
 import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
+import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.target as _target
@@ -67,15 +68,33 @@ def _refuse_hopper(call: FlashAttentionCall) -> str | None:
     return refuse(call) or _hopper.refusal(call, access(call))
 
 
-def _opt_in_hopper(_call: FlashAttentionCall) -> str | None:
+def cdna_config(key: Key) -> Config:
+    """The configuration of gfx950's kernel for a key where nothing measured is known."""
+    return _cdna.default(shape_of(key), _target.arch())
+
+
+def _refuse_cdna(call: FlashAttentionCall) -> str | None:
+    return refuse(call) or _cdna.refusal(call, access(call))
+
+
+def _opt_in(_call: FlashAttentionCall) -> str | None:
     return "runs where a measured row names it"
 
 
 def _bind_hopper(
     call: FlashAttentionCall, config: Config
 ) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
-    portable = _launch.bind(call, _config.default(shape_of(key_of(call)), _target.arch()))
-    return _hopper.bind(call, config, portable)
+    return _hopper.bind(call, config, _portable(call))
+
+
+def _bind_cdna(
+    call: FlashAttentionCall, config: Config
+) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
+    return _cdna.bind(call, config, _portable(call))
+
+
+def _portable(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
+    return _launch.bind(call, _config.default(shape_of(key_of(call)), _target.arch()))
 
 
 op.attach_kernel(
@@ -91,7 +110,15 @@ op.attach_kernel(
     "triton_hopper",
     _bind_hopper,
     refuse=_refuse_hopper,
-    opt_in=_opt_in_hopper,
+    opt_in=_opt_in,
     priority=PRIORITY,
     default_config=hopper_config,
+)
+op.attach_kernel(
+    "triton_cdna",
+    _bind_cdna,
+    refuse=_refuse_cdna,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=cdna_config,
 )

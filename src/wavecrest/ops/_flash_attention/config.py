@@ -114,9 +114,6 @@ def _cdna(shape: Shape, arch: Arch) -> Tile:
         )
         if shape.more or crowded:
             return 128, 32, 4, 1
-        if _wide_matrix(shape, arch) and arch.name == "gfx942":
-            # the next step's keys beside it, and no spills, which 64 keys have
-            return 128, 32, 4, 2
         return 128, 64, 4, 2 if shape.head_dim <= 64 else 1
     # sums alone would be 128 registers of 32 rows a wave
     return 64, 32, 8, 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from wavecrest.ops.common.device import LOG2_E, remap_xcd
 from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import reciprocal, tl, triton
-from wavecrest.ops.common.widen import widened
+from wavecrest.ops.common.widen import rounded, widened
 
 # what is contiguous in memory: nothing, the elements of a token, or the tokens of an element
 ANY, COLUMNS, TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -97,7 +97,7 @@ def _qk_8_bits(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr,
 @triton.jit
 def _pv_8_bits(  # type: ignore[no-untyped-def]
     acc, p, alpha, v, p_descale, TYPE: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
-    FOREIGN: tl.constexpr,
+    FOREIGN: tl.constexpr, TIES_UP: tl.constexpr,
 ):  # fmt: skip
     """acc · alpha + p · v for 8-bit v: p in TYPE, or where ROUNDED is EIGHT_BITS in v's type, in units of p_descale."""
     if ROUNDED == EIGHT_BITS:
@@ -118,7 +118,7 @@ def _pv_8_bits(  # type: ignore[no-untyped-def]
             p = tl.minimum(p, LARGEST * p_descale)
         acc = acc * alpha[:, None]
         v = widened(v, TYPE, PTX, FOREIGN)
-        acc = tl.dot(p.to(TYPE), v, acc, input_precision="ieee", out_dtype=tl.float32)
+        acc = tl.dot(rounded(p, TYPE, TIES_UP), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc
 
 
@@ -149,7 +149,7 @@ def _attend(  # type: ignore[no-untyped-def]
     dropout, MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, QUANTIZED: tl.constexpr,
     TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
-    FOREIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOREIGN: tl.constexpr, TIES_UP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention to keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
 
@@ -225,9 +225,9 @@ def _attend(  # type: ignore[no-untyped-def]
         else:
             v = tl.load(v_at + v_tile)
         if QUANTIZED:
-            acc = _pv_8_bits(acc, p, alpha, v, p_descale, TYPE, ROUNDED, LARGEST, PTX, FOREIGN)
+            acc = _pv_8_bits(acc, p, alpha, v, p_descale, TYPE, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP)
         else:
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
+            acc = tl.dot(rounded(p, v.dtype, TIES_UP), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc, l_i, m_i
 
 
@@ -247,16 +247,17 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     Q_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr,
     D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     QUANTIZED: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr,
-    PTX: tl.constexpr, FOREIGN: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    XCDS: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr, FOREIGN: tl.constexpr, TIES_UP: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr,
+    V_DESCALE: tl.constexpr, XCDS: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head of one sequence.
 
     Strides of q, k, v and bias come in units of their ALIGN, head_dim in units of D_ALIGN and DV_ALIGN, those of o in
     DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
     multiplied in more bits has TYPE, q and k with WIDEN, weights unless they are ROUNDED to 8 bits. DROPOUT keeps
-    a weight whose word is `least_kept` or more. `section`, `total`, SECTIONS: see `place_of`.
+    a weight whose word is `least_kept` or more. TIES_UP: how weights are rounded, see `rounded`. `section`, `total`,
+    SECTIONS: see `place_of`.
     """
     tile_m, place = place_of(tl.program_id(0), tl.num_programs(0), tiles, section, total, XCDS, RIGHT, SECTIONS)
     head = place % heads
@@ -376,19 +377,19 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
             acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
             begin, whole, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
             p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
-            QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
+            QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, BLOCK_N,
         )  # fmt: skip
     acc, l_i, m_i = _attend(
         acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         whole, rest, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         p_descale, dropout, False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
-        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
+        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, BLOCK_N,
     )  # fmt: skip
     acc, l_i, m_i = _attend(
         acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         rest, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
-        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
+        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, BLOCK_N,
     )  # fmt: skip
 
     # compared in another way than above: the compiler would keep those masks in scalar registers all along

@@ -25,7 +25,7 @@ LEAST_BLOCK, LEAST_BLOCK_8_BITS = 16, 32
 FAR = 1 << 31
 
 
-def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+def slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """The strides of a small tensor: 0 where it is one number, the first of them 0 where it has fewer dimensions."""
     strides = () if tensor is None or tensor.numel() == 1 else tensor.stride()
     return (0,) * (dims - len(strides)) + tuple(strides)
@@ -57,9 +57,12 @@ def refuse_dtype(dtype: torch.dtype, arch: Arch | None) -> str | None:
 
 def _arithmetic(call: FlashAttentionCall, arch: Arch | None) -> dict[str, Any]:
     """The constants for 8-bit tensors: what is multiplied as it is, and what is widened; fixed for other dtypes."""
+    # on gfx11 and gfx12 some kernels take more registers with it (triton 3.6, 2026-11-27)
+    ties_up = arch is not None and arch.wave_size == 64 and not arch.rounds_bf16
     found = {
         "QUANTIZED": call.quantized, "TYPE": tl.float32, "WIDEN": False, "ROUNDED": 0, "LARGEST": 0.0, "PTX": False,
-        "FOREIGN": False, "Q_DESCALE": call.q_descale is not None, "K_DESCALE": call.k_descale is not None,
+        "FOREIGN": False, "TIES_UP": ties_up,
+        "Q_DESCALE": call.q_descale is not None, "K_DESCALE": call.k_descale is not None,
         "V_DESCALE": call.v_descale is not None,
     }  # fmt: skip
     if call.quantized:
@@ -117,12 +120,12 @@ def launch(
             call.head_dim // d_align, call.head_dim_v // dv_align, min(call.left, most), min(call.right, most),
             *walks[0].strides, *walks[1].strides, *walks[2].strides,
             0 if call.packed else o_strides[0] // dv_align, o_strides[1] // dv_align, o_strides[2] // dv_align,
-            *_lse_strides(call), *((0, 0, 0, 0) if bias is None else walks[3].strides),
-            *_slot(call.alibi_slopes, 2), *_slot(call.sinks, 1),
-            *_slot(call.cu_seqlens_q, 1), *_slot(call.cu_seqlens_k, 1),
+            *lse_strides(call), *((0, 0, 0, 0) if bias is None else walks[3].strides),
+            *slot(call.alibi_slopes, 2), *slot(call.sinks, 1),
+            *slot(call.cu_seqlens_q, 1), *slot(call.cu_seqlens_k, 1),
             1.0 if call.p_descale is None else float(call.p_descale),
-            *_slot(call.q_descale, 2), *_slot(call.k_descale, 2), *_slot(call.v_descale, 2),
-            *_words(call), 1.0 / (1.0 - call.dropout_p), _section(call, config), call.heads * call.batch,
+            *slot(call.q_descale, 2), *slot(call.k_descale, 2), *slot(call.v_descale, 2),
+            *_words(call), 1.0 / (1.0 - call.dropout_p), section(call, config), call.heads * call.batch,
         ),
         {
             "PACKED": call.packed,
@@ -158,7 +161,7 @@ def launch(
     )  # fmt: skip
 
 
-def _section(call: FlashAttentionCall, config: Config) -> int:
+def section(call: FlashAttentionCall, config: Config) -> int:
     """Heads that go together, longest tiles first: whole groups, whose k and v take up to SECTION_MIB, or one group."""
     kept = call.seqlen_k * (call.head_dim * call.k.element_size() + call.head_dim_v * call.v.element_size())
     groups = (config.get("SECTION_MIB", 0) << 20) // max(1, kept)
@@ -185,7 +188,8 @@ def _tensors(call: FlashAttentionCall, o: Tensor, lse: Tensor | None) -> tuple[T
     )
 
 
-def _lse_strides(call: FlashAttentionCall) -> tuple[int, int]:
+def lse_strides(call: FlashAttentionCall) -> tuple[int, int]:
+    """The strides of logarithms of sequences and of heads."""
     if call.packed:
         return 0, call.q.shape[0]
     return call.heads * call.seqlen_q, call.seqlen_q

@@ -123,7 +123,7 @@ def bind(
         nonlocal start
         q, k, v = call.q, call.k, call.v
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if addresses % 16 != 0 and not _hopper.aligned("flash_attention", addresses):
+        if addresses % 16 != 0 and not _launcher.aligned("flash_attention", addresses, "triton_hopper"):
             result: Tensor | tuple[Tensor, Tensor] = portable(call)
             return result
         o = torch.empty(shape, dtype=dtype, device=device)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,13 +13,13 @@ import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
-from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
 from wavecrest.ops._gemm.kernel_cdna import _cdna3_kernel, _cdna_kernel
 
+NAME = "triton_cdna"
 # 16-bit floats are for gfx950 alone
 ARCH = "gfx950"
 # rows and columns of a tile, and bytes that K and strides are multiples of
@@ -35,7 +33,6 @@ ROUNDED = (torch.float16, torch.bfloat16)
 SIZES = f"makes {TILE} rows and {TILE} columns at least"
 WALKS = "copies 16 bytes along K at a time, which strides of rows and columns do not allow"
 FAR = "counts bytes of a tile of a and of b in 32 bits, and these rows or columns are further apart"
-ALIGNED = "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does"
 
 
 def refusal(call: GemmCall) -> str | None:
@@ -139,15 +136,15 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     if math.prod(call.shape) == 0:
         return portable
     if (reason := fault(call)) is not None:
-        replaced(reason)
+        _launcher.replaced("gemm", reason, NAME)
         return portable
     shape, dtype, device = call.shape, call.dtype, call.a.device
     start = _launcher.starter(launch(call, torch.empty(0, dtype=dtype, device=device), config, _target.arch()), device)
 
     def run(call: GemmCall) -> Tensor:
         a, b = call.a, call.b
-        if (a.data_ptr() | b.data_ptr()) % 16 != 0:
-            replaced(ALIGNED)
+        addresses = a.data_ptr() | b.data_ptr()
+        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, NAME):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         bias, _, scale_a, scale_b, *_ = _launch.other_tensors(call)
@@ -155,11 +152,3 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         return y
 
     return run
-
-
-@functools.cache
-def replaced(reason: str) -> None:
-    """Warn that the portable kernel runs a call in place of this one; once of each reason."""
-    warnings.warn(
-        f"gemm: its portable kernel runs in place of triton_cdna, which {reason}", PortableKernel, stacklevel=2
-    )

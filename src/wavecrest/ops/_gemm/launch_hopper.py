@@ -95,7 +95,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     if math.prod(call.shape) == 0:
         return portable
     if not _walks(call):
-        _hopper.replaced("gemm", WALKS)
+        _launcher.replaced("gemm", WALKS, "triton_hopper")
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     start: Callable[..., None] | None = None
@@ -104,7 +104,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         nonlocal start
         a, b = call.a, call.b
         addresses = a.data_ptr() | b.data_ptr()
-        if addresses % 16 != 0 and not _hopper.aligned("gemm", addresses):
+        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, "triton_hopper"):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:

@@ -127,7 +127,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     if math.prod(call.shape) == 0:
         return portable
     if not _walks(call):
-        _hopper.replaced("gemm", WALKS, NAME)
+        _launcher.replaced("gemm", WALKS, NAME)
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     parts_shape = parts(call, config)
@@ -139,7 +139,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         nonlocal start, add
         a, b = call.a, call.b
         addresses = a.data_ptr() | b.data_ptr()
-        if addresses % 16 != 0 and not _hopper.aligned("gemm", addresses, NAME):
+        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, NAME):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         sums = y if parts_shape is None else torch.empty(parts_shape, dtype=torch.float32, device=device)

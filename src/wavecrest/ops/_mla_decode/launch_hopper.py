@@ -113,7 +113,7 @@ def bind(
     def run(call: MlaDecodeCall) -> MlaResult:
         nonlocal bound
         address = call.latent_cache.data_ptr()
-        if address % 16 != 0 and not _hopper.aligned("mla_decode", address):
+        if address % 16 != 0 and not _launcher.aligned("mla_decode", address, "triton_hopper"):
             return portable(call)
         if bound is None:
             bound = _launch.bind(call, config, _kernel(config))

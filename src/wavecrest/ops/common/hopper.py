@@ -1,15 +1,11 @@
-"""Code that kernels for sm_90 (backends `triton_hopper`) share: where they run, the warning of a fallback, barriers."""
+"""Code that kernels for sm_90 (backends `triton_hopper`) share: where they run, barriers."""
 
 from __future__ import annotations
-
-import functools
-import warnings
 
 import torch
 
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
-from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.ops.common.triton import gl, gluon, hopper
 
 # registers a thread of the two consumer warp groups: of the 504 that 3 groups have, the producer, the first, keeps 24
@@ -26,24 +22,6 @@ def refusal(in_graphs: bool = False) -> str | None:
     if arch is None or arch.name != "sm_90" or _triton.interpreted:
         return "is for sm_90: it multiplies with Hopper's instructions"
     return None
-
-
-def aligned(op: str, addresses: int, backend: str = "triton_hopper") -> bool:
-    """True if tensors begin at multiples of 16 bytes, as descriptors do and no key says; else there is a warning.
-
-    `addresses`: of all of them, or-ed.
-    """
-    if addresses % 16 == 0:
-        return True
-    reason = "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does"
-    replaced(op, reason, backend)
-    return False
-
-
-@functools.cache
-def replaced(op: str, reason: str, backend: str = "triton_hopper") -> None:
-    """Warn that an op's portable kernel runs a call in place of the chosen one; once of each reason."""
-    warnings.warn(f"{op}: its portable kernel runs in place of {backend}, which {reason}", PortableKernel, stacklevel=2)
 
 
 @gluon.jit

@@ -1,7 +1,9 @@
-"""A kernel launch as data, and what starts one without Triton's own look-up."""
+"""A kernel launch as data, what starts one without Triton's own look-up, and the warning where another one runs."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
@@ -13,6 +15,7 @@ from torch import Tensor
 import wavecrest.ops.common.interpreted as _interpreted
 import wavecrest.ops.common.triton as _triton
 import wavecrest.ops.common.warmup as _ahead
+from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.dispatch.tuned import Config
 
 # above PyTorch (10) and the reference (0)
@@ -108,3 +111,21 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
             start(*args)
 
     return guarded
+
+
+def aligned(op: str, addresses: int, backend: str) -> bool:
+    """True if tensors begin at multiples of 16 bytes, as wide copies do and no key says; else there is a warning.
+
+    `addresses`: of all of them, or-ed.
+    """
+    if addresses % 16 == 0:
+        return True
+    reason = "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does"
+    replaced(op, reason, backend)
+    return False
+
+
+@functools.cache
+def replaced(op: str, reason: str, backend: str) -> None:
+    """Warn that an op's portable kernel runs a call in place of the chosen one; once of each reason."""
+    warnings.warn(f"{op}: its portable kernel runs in place of {backend}, which {reason}", PortableKernel, stacklevel=2)

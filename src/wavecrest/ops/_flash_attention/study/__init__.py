@@ -9,6 +9,7 @@ from torch import Tensor
 
 import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
+import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
@@ -35,6 +36,7 @@ def studies() -> dict[str, Study[FlashAttentionCall]]:
         kernels={
             "triton": KernelStudy(space.space, _launches, partial(work, "triton")),
             "triton_hopper": KernelStudy(space.space_hopper, _hopper_launches, partial(work, "triton_hopper")),
+            "triton_cdna": KernelStudy(space.space_cdna, _cdna_launches, partial(work, "triton_cdna")),
         },
     )
     return {"flash_attention": study}
@@ -87,6 +89,13 @@ def _hopper_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> li
     return [_hopper.launch(call, *_launch.empty_results(meta), config, arch)]
 
 
+def _cdna_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    if call.batch * call.seqlen_q * call.q.numel() == 0:
+        return []
+    meta = call._replace(q=call.q.to("meta"))
+    return [_cdna.launch(call, *_launch.empty_results(meta), config, arch)]
+
+
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
     """The launches that are held to a budget, by name."""
     made = {}
@@ -101,4 +110,8 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         for name, call in cases.compiled_for_hopper().items():
             chosen = _hopper.default(shape_of(key_of(call)))
             made[f"hopper {name}"] = _hopper.launch(call, *_launch.empty_results(call), chosen, arch)
+    if arch.name == _cdna.ARCH and config is None:
+        for name, call in cases.compiled_for_cdna().items():
+            chosen = _cdna.default(shape_of(key_of(call)), arch)
+            made[f"cdna {name}"] = _cdna.launch(call, *_launch.empty_results(call), chosen, arch)
     return made

@@ -146,6 +146,14 @@ def compiled_for_hopper() -> dict[str, FlashAttentionCall]:
     return calls
 
 
+def compiled_for_cdna() -> dict[str, FlashAttentionCall]:
+    """Calls that gfx950's own kernel must compile for: each head_dim, and its options beside causality."""
+    sinks = torch.empty(32, dtype=torch.bfloat16, device="meta")
+    calls = {name: compiled()[name] for name in ("D=64", "D=64 causal", "D=128", "D=128 causal", "GQA packed")}
+    calls["sinks logarithms"] = calls["D=128 causal"]._replace(sinks=sinks, return_lse=True)
+    return calls
+
+
 def _label(sizes: _Sizes, causal: bool) -> str:
     b, h, kv, s, _, d, _ = sizes
     return f"b{b}h{h}kv{kv}s{s}d{d}{'c' if causal else ''}"
@@ -204,7 +212,15 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
     slopes, sinks = torch.rand(4, generator=generator, device="cpu"), torch.randn(4, generator=generator, device="cpu")
     dense = torch.randn(2, 1, 40, 70, generator=generator, device="cpu").to(brain)
     packed: dict[str, Any] = {"layout": "thd", "starts_q": [0, 20, 20, 90], "starts_k": [0, 70, 90, 210]}
-    return {
+    own: dict[str, Callable[[], FlashAttentionCall]] = {}
+    if arch == "gfx950":
+        # its own kernel with more than two tiles of queries and of keys, the last ones ragged
+        many = _Sizes(2, 4, 2, 290, 333, 128, 128)
+        own["many tiles"] = partial(_call, many, brain, "cpu", causal=True, sinks=sinks, return_lse=True)
+        # two steps that see all, and then the last tile
+        whole = many._replace(seqlen_k=300)
+        own["many tiles, nothing hidden"] = partial(_call, whole, half, "cpu", layout="bshd")
+    return own | {
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
         "causal shared heads": partial(_call, _Sizes(1, 4, 2, 150, 150, 64, 64), brain, "cpu", causal=True),
         "D=128 causal": partial(_call, _Sizes(1, 1, 1, 70, 130, 128, 128), brain, "cpu", causal=True),

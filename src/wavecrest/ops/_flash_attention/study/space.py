@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
@@ -104,3 +105,22 @@ def space_hopper_of(shape: Shape, arch: Arch) -> Iterator[Config]:
         held = rows // _hopper.GROUPS * (width + keys + keys // 2) // 128
         if made != first and needed <= arch.lds_kib << 10 and held <= 200:
             yield made
+
+
+# waves, and keys of a step: with D = 128, and with 64
+_CDNA = {128: ((4, 64), (8, 64), (4, 32), (8, 32), (2, 32)), 64: ((4, 128), (4, 64), (8, 128), (8, 64), (2, 64))}
+
+
+def space_cdna(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of the kernel for gfx950 for a key."""
+    return space_cdna_of(shape_of(key), arch)
+
+
+def space_cdna_of(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first; each with other heads together too."""
+    for waves, keys in _CDNA[64 if shape.head_dim <= 64 else 128]:
+        made = _cdna.made_of(waves, keys, shape, arch)
+        yield made
+        if made == _cdna.default(shape, arch) and "SECTION_MIB" in made:
+            for mib in (0, int(arch.l2_mib) // 2, 4 * int(arch.l2_mib)):
+                yield Config(**(made.kwargs | {"SECTION_MIB": mib}))

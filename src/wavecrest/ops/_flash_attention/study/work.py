@@ -13,6 +13,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import KEY_FIELDS
 from wavecrest.ops._flash_attention.config import Shape, shape_of
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
+from wavecrest.ops._flash_attention.launch_cdna import ARCH as CDNA
 from wavecrest.ops._flash_attention.launch_hopper import GROUPS
 
 # groups of four warps of the portable kernel go on together from each load: half of one's softmax is beside products
@@ -43,12 +44,12 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
     if 0 in (part["batch"], part["queries"], part["keys"]):
         return ()
-    hopper = backend == "triton_hopper"
-    if hopper and arch.name != "sm_90":
+    hopper, cdna = backend == "triton_hopper", backend == "triton_cdna"
+    if (hopper and arch.name != "sm_90") or (cdna and arch.name != CDNA):
         return ()
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     warps = GROUPS * _GROUP_WARPS if hopper else config["num_warps"]
-    stages = config["STAGES"] if hopper else config["num_stages"]
+    stages = config["STAGES"] if hopper else 2 if cdna else config["num_stages"]
     d, dv = (max(LEAST_BLOCK, _layout.power_of_two(part[name])) for name in ("d", "dv"))
     heads = part["batch"] * part["heads"]
     programs, steps = _layout.ceil_div(part["queries"], m) * heads, _seen(part, m, n) / n
@@ -66,7 +67,9 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
         Work(
             programs=programs, warps=_WARPS if hopper else warps, steps=steps, loaded=loaded,
             fresh=q_bytes + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * kv,
-            depth=_work.depth(stages, wide, arch), shared=int(m * d * size) + _work.kept(loaded, stages, wide, arch),
+            depth=_work.depth(stages, wide, arch),
+            # gfx950's kernel has queries in registers, and all of its stages in LDS
+            shared=int(2 * loaded) if cdna else int(m * d * size) + _work.kept(loaded, stages, wide, arch),
             # sums, scores and weights; queries where the matrix unit does not read them from LDS. Warps of sm_90's
             # kernel hand theirs to each other
             registers=0.0
@@ -74,10 +77,10 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
             else m * (dv + 1.5 * n) / lanes
             + (0.0 if wide else m * d * size / 4 / lanes)
             + values.registers
-            + _work.staged(loaded, lanes, stages, arch),
+            + (0.0 if cdna else _work.staged(loaded, lanes, stages, arch)),
             stored=m * part["dv"] * size, matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0],
             rate=scores.rate, vector=_vector(shape, part, m, n, d, dv, arch),
-            lds=scores.lds + values.lds + loaded * (1.0 if hopper else _work.COPIED_TWICE),
+            lds=scores.lds + values.lds + loaded * (1.0 if hopper or cdna else _work.COPIED_TWICE),
             chain=scores.chain + values.chain + _work.REDUCED_CYCLES, groups=groups,
             ends=ends,
         ),
