@@ -10,7 +10,15 @@ from torch import nn
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import CLOCK, Nothing, Planted, TakePauseOut
 from wavecrest.optimizer.alternate import LOOKS
-from wavecrest.optimizer.costs import CAPTURED_SHARE, COMPILE_START, LATER_SHARE, SEARCH_FACTOR, Costs, kind_of
+from wavecrest.optimizer.costs import (
+    CAPTURED_SHARE,
+    COMPILE_START,
+    LATER_SHARE,
+    OWN_NORMS_FACTOR,
+    SEARCH_FACTOR,
+    Costs,
+    kind_of,
+)
 from wavecrest.optimizer.finish import MOST_SECONDS
 
 
@@ -70,6 +78,17 @@ def test_what_a_trial_takes_is_learned() -> None:
     costs.add("later", 12.0)
     costs.add("later", 9.0)
     assert costs.expect("later") == 12.0
+
+
+def test_a_first_compilation_with_own_norms_is_expected_to_take_longer() -> None:
+    costs = Costs(sampling=4.0, ops=320)
+    before = costs.compilation
+    costs.own_norms = True
+    assert costs.compilation == OWN_NORMS_FACTOR * before and costs.expect("plain") == 6.0
+    assert costs.expect("first") == 6.0 + OWN_NORMS_FACTOR * before
+    # what is known stays as it is
+    costs.add("first", 40.0, compiling=30.0)
+    assert costs.compilation == 30.0
 
 
 def test_what_compilers_say_they_take_is_taken_at_their_word() -> None:

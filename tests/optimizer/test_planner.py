@@ -13,9 +13,11 @@ from tests.optimizer import simulated
 from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
 from wavecrest import hardware, records
+from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer import planner
+from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
 from wavecrest.optimizer.steps import Found, Prediction, StepContext
 from wavecrest.records import OptimizeRecord
@@ -401,6 +403,33 @@ def test_behind_a_replayed_graph_predictions_see_the_ops_of_the_model_without_it
     # its own ops, not those of before the step that changed the kernels
     assert len({ms for ((_, _, ms),) in seen}) > 2
     assert all(name == "aten::mm" and kernels == pytest.approx(ms) for ((name, kernels, ms),) in seen)
+
+
+@pytest.mark.parametrize(
+    ("norm", "layer", "own"), [(nn.LayerNorm, False, False), (wnn.LayerNorm, True, True), (wnn.RMSNorm, False, True)]
+)
+def test_predictions_and_costs_know_norms_of_wavecrest(
+    run: Run, monkeypatch: pytest.MonkeyPatch, norm: Any, layer: bool, own: bool
+) -> None:
+    """Norms that a kept step put there count too."""
+    seen = []
+
+    class Norm(TakePauseOut):
+        def apply(self, model: Any, params: dict[str, Any]) -> Any:
+            model.norm = norm(4)
+            return super().apply(model, params)
+
+    class Looking(Nothing):
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            seen.append(context.own_layer_norms)
+            return Prediction(1.1, "planted")
+
+    made: list[Costs] = []
+    monkeypatch.setattr("wavecrest.optimizer.engine.Costs", lambda **known: made.append(Costs(**known)) or made[-1])
+    result = run(Norm(), Looking(), budget=300.0)
+    assert [row.verdict for row in result.record.steps] == ["kept", "tie"]
+    assert (seen[0], seen[-1]) == (False, layer)
+    assert [costs.own_norms for costs in made] == [own]
 
 
 def test_a_compilation_that_gives_up_an_eager_gain_is_predicted_without_it(run: Run) -> None:

@@ -23,6 +23,8 @@ from wavecrest.optimizer.steps.join_ties import can_join
 from wavecrest.profile.causes import HOST_BOUND
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Step
     from wavecrest.records import Cause, StepOutcome
@@ -308,6 +310,7 @@ class Planner:
         context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
+            context.own_layer_norms, run.costs.own_norms = _own_norms(context.model)
             for step in changed:
                 look = known[step.id]
                 if look is None or step.id in moved:
@@ -493,6 +496,15 @@ class Planner:
             chosen = max(worth, key=lambda one: one.rate)
         chosen.why = _why(chosen, len(able))
         return chosen
+
+
+def _own_norms(model: nn.Module) -> tuple[bool, bool]:
+    """Whether layer norms, and whether norms of any kind, are modules of wavecrest."""
+    from wavecrest.nn import LayerNorm, RMSNorm
+
+    kinds = {type(module) for module in model.modules()}
+    layer = any(issubclass(kind, LayerNorm) for kind in kinds)
+    return layer, layer or any(issubclass(kind, RMSNorm) for kind in kinds)
 
 
 def densest_together(items: Sequence[tuple[float, float]], seconds: float) -> list[int]:

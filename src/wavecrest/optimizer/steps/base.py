@@ -93,6 +93,8 @@ class StepContext:
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
     captured: bool = False
+    # whether layer norms of the model with the steps kept so far are kernels of wavecrest
+    own_layer_norms: bool = False
     # steps that tied by a gain and fit those in force, the largest first: id and measured ratio
     ties: Sequence[tuple[str, float]] = ()
     # seconds of the budget that are left for trials of steps

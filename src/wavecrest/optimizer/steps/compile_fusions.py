@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.graphs import fusions, masks
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
-from wavecrest.optimizer.steps.compile import GAP_GAIN, Compile
+from wavecrest.optimizer.steps.compile import Compile, gap_gain
 from wavecrest.optimizer.steps.gemm_choices import ACTIVATION_GAIN, choices
 from wavecrest.optimizer.steps.params import FusedPreset
 
@@ -90,20 +90,20 @@ class CompileFusions(Compile):
         """The expected speed-up, and what it rests on."""
         elementwise, norms = context.share("elementwise"), context.share("normalisation")
         saved = ACTIVATION_GAIN * elementwise if activations else 0.0
-        basis, compiled = f"elementwise work is {elementwise:.0%} of the time", 1.0
+        basis, compiled = f"elementwise work is {elementwise:.0%} of the time", 0.0
         if attend:
             saved += ATTENTION_GAIN * (elementwise + norms)
             basis += f", softmax and norms {norms:.0%}"
         if self._inductor:
-            plain = super().predict(Found(()), context)
-            assert plain.ratio is not None
-            compiled, basis = plain.ratio, f"{plain.basis}; {basis}"
+            compiled, plain = self._saved(context)
+            basis = f"{plain}; {basis}"
         else:
-            saved += NORM_GAIN * norms + GAP_GAIN * context.idle_share()
+            saved += NORM_GAIN * norms + gap_gain(context) * context.idle_share()
             basis += f", norms are {norms:.0%}, launch gaps {context.idle_share():.0%}"
-        fused = Prediction.of_saved(saved, basis).ratio
-        assert fused is not None
-        return compiled * fused, basis
+        # of what compilation leaves, also where that is more than before
+        ratio = Prediction.of_saved(1 - (1 - compiled) * (1 - saved), basis).ratio
+        assert ratio is not None
+        return ratio, basis
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Compile in place."""
