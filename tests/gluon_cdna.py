@@ -50,7 +50,7 @@ class LdsTile(Tile):
     def permute(self, order: tuple[int, ...]) -> LdsTile:
         return LdsTile(self.data.permute(*order))
 
-    def _reinterpret(self, _dtype: Any, shape: list[int], swizzle: tuple[int, int, int]) -> LdsTile:
+    def laid_out(self, shape: list[int], swizzle: tuple[int, int, int]) -> LdsTile:
         vec, per_phase, phases = swizzle
         rows, columns = (torch.arange(size) for size in shape)
         phase = (rows // per_phase % phases)[:, None]
@@ -122,4 +122,5 @@ class Kernels(gluon.Kernels):
             arange=lambda start, end, layout=None: torch.arange(start, end), cdiv=lambda a, b: -(-a // b),
             inline_asm_elementwise=lambda _asm, _constraints, args, *_more, **_options: args[0],
         )  # fmt: skip
+        names["laid_out"] = lambda tile, rows, columns, swizzle: tile.laid_out([rows, columns], swizzle)
         return names

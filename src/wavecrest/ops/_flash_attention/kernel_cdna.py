@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from wavecrest.ops._flash_attention.kernel import LN_2, place_of
 from wavecrest.ops.common.device import LOG2_E
-from wavecrest.ops.common.triton import gl, gluon
+from wavecrest.ops.common.triton import gl, gluon, laid_out
 
 # elements of 16 bytes, which a lane copies at a time and the units of strides
 CHUNK = gl.constexpr(8)
@@ -56,7 +56,7 @@ def _step(  # type: ignore[no-untyped-def]
     _copy(keys.index(1 - now), k_base, k_stride, copied, k_offs, lines, last, NEXT_MASKED)
     _copy(values.index(1 - now), v_base, v_stride, copied, v_offs, lines, last, NEXT_MASKED)
     gl.amd.cdna4.async_copy.commit_group()
-    k_tile = keys.index(now)._reinterpret(keys.dtype, [BLOCK_N, keys.shape[2]], KEYS)
+    k_tile = laid_out(keys.index(now), BLOCK_N, keys.shape[2], KEYS)
     k = gl.amd.cdna4.async_copy.load_shared_relaxed(k_tile.permute((1, 0)), K)
     s = gl.amd.cdna3.mfma(q, k, gl.zeros([q.shape[0], BLOCK_N], gl.float32, SUMS))
     if MASKED:
@@ -75,7 +75,7 @@ def _step(  # type: ignore[no-untyped-def]
     alpha = gl.exp2(m_i - largest)
     l_i = l_i * alpha + gl.sum(p, 1)
     acc = acc * alpha[:, None]
-    v_tile = values.index(now)._reinterpret(values.dtype, [BLOCK_N, values.shape[2]], VALUES)
+    v_tile = laid_out(values.index(now), BLOCK_N, values.shape[2], VALUES)
     v = gl.amd.cdna4.async_copy.load_shared_relaxed(v_tile, V)
     acc = gl.amd.cdna3.mfma(gl.convert_layout(p.to(v.dtype), P), v, acc)
     return acc, l_i, m_new

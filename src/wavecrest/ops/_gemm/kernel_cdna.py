@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from wavecrest.ops._gemm.kernel import epilogue
 from wavecrest.ops.common.device import remap_xcd, swizzle_tile
-from wavecrest.ops.common.triton import gl, gluon
+from wavecrest.ops.common.triton import gl, gluon, laid_out
 
 # rows of a, or columns of b, of a half of a tile
 HALF = gl.constexpr(128)
@@ -37,7 +37,7 @@ def _read(tile, LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, CHUNK: gl.constexpr
     Chunks lie in an order in which no two lanes, of those that LDS serves at a time, read from one bank.
     """
     TILE: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 2, ROW, [1, 0])
-    tile = tile._reinterpret(tile.dtype, tile.shape, TILE)
+    tile = laid_out(tile, tile.shape[0], tile.shape[1], TILE)
     if SWAPPED:
         tile = tile.permute((1, 0))
     # as the wait is in the source, LLVM need not wait for every copy under way

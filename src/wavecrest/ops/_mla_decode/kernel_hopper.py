@@ -12,7 +12,7 @@ from __future__ import annotations
 from wavecrest.ops._mla_decode.kernel import LN_2, SIZES
 from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import MULTIPLIES, barriers
-from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, thread_barrier
+from wavecrest.ops.common.triton import gl, gluon, hopper, laid_out, load_tile, thread_barrier
 
 # rows of a program, columns of a latent that a group accumulates, columns of the rotary part
 ROWS, HALF, ROTARY = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
@@ -56,7 +56,7 @@ def _latents(tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
 def _weights(rope_tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """The memory of a tile's rotary part, seen as its weights [rows, keys]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], rope_tiles.dtype)
-    return rope_tiles.index(slot)._reinterpret(rope_tiles.dtype, [ROWS, KEYS], LAYOUT)
+    return laid_out(rope_tiles.index(slot), ROWS, KEYS, LAYOUT)
 
 
 @gluon.jit

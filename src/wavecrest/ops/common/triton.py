@@ -113,6 +113,19 @@ if no_gluon is None:
     store_tile = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
     thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
+if no_gluon is None and hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def laid_out(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """A tile in shared memory as it lies there, by triton 3.9's name for it."""
+        return tile.reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
+else:
+
+    @gluon.jit
+    def laid_out(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """A tile in shared memory as it lies there."""
+        return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
+
 
 @contextmanager
 def interpreted_launches() -> Iterator[list[None]]:
