@@ -54,6 +54,8 @@ UNENDED = -1000
 # for all) some of 15 side by side never ended (compute-sanitizer 2025.3, H200, 2026-11-22)
 FIRST_PORT, PORTS = 50000, 16
 MARK = "sanitize result: "
+# the refusal of a kernel that is for another architecture
+OTHER = re.compile(r"is for (sm_|gfx)\d")
 # backends whose results are stored by the copy engine
 COPIES_RESULTS = ("triton_hopper", "triton_hopper_blocks")
 # (M, N, dtype, layout): one program with a ragged row, several rows a program, exact blocks, rows walked in blocks
@@ -208,7 +210,7 @@ def run_op(op: AnyOp, device: str) -> dict[str, Any]:
         problem = bench_ops.gate(row, tuple(result.cpu() for result in results), oracle, limits)
         if problem:
             wrong[name] = problem
-    elsewhere = [name for name in own if all("is for sm_" in reason for reason in reasons.get(name, ["none"]))]
+    elsewhere = [name for name in own if all(OTHER.search(reason) for reason in reasons.get(name, ["none"]))]
     idle = [name for name in own if not ran[name] and name not in elsewhere and not _raised(wrong, name, own)]
     return {"ran": ran.total(), "declined": declined, "wrong": wrong, "idle": idle}
 
