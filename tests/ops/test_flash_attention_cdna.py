@@ -138,3 +138,12 @@ def test_the_cost_model_ranks_it_on_gfx950_alone() -> None:
     key = op.key(call_of(causal=True))
     assert CDNA in {one.backend for one in rank(op.study.kernels, key, GFX950)}
     assert CDNA not in {one.backend for one in rank(op.study.kernels, key, ARCHS["gfx942"])}
+
+
+def test_it_has_no_accumulation_registers_where_the_compiler_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From triton 3.8 on, whose LLVM would share registers out in halves and spill."""
+    call = call_of()
+    config = launch_cdna.default(configs.Shape(128, 128, 16, False, 0), GFX950)
+    for takes, wanted in ((True, "amdgpu-agpr-alloc=0"), (False, None)):
+        monkeypatch.setattr("wavecrest.ops.common.triton.takes_attributes", takes)
+        assert launch_cdna.launch(call, call.q, None, config, GFX950).options().get("llvm_fn_attrs") == wanted

@@ -121,6 +121,7 @@ def launch(
         },
         # the kernel takes heads, not MiB
         Config(**{name: value for name, value in config.kwargs.items() if name != "SECTION_MIB"}),
+        _triton.without_accumulators(),
     )  # fmt: skip
 
 

@@ -125,6 +125,7 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
             "XCDS": 1 if arch is None else arch.xcds,
         },
         config,
+        _triton.without_accumulators(),
     )  # fmt: skip
 
 

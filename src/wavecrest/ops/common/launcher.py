@@ -23,17 +23,18 @@ KERNEL_PRIORITY = 20
 
 
 class Launch(NamedTuple):
-    """One kernel launch: `kernel[grid](*args, **options())`."""
+    """One kernel launch: `kernel[grid](*args, **options())`. `switches`: options that are the compiler's alone."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
     config: Config
+    switches: tuple[tuple[str, str], ...] = ()
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
-        return {**self.constants, **self.config.kwargs}
+        return {**self.constants, **self.config.kwargs, **dict(self.switches)}
 
 
 def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:

@@ -127,6 +127,27 @@ else:
         return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
 
 
+# whether AMD's compiler takes attributes of LLVM's for a kernel: triton 3.8 and later
+takes_attributes = False
+if unavailable is None:
+    try:
+        from triton.backends.amd.compiler import HIPOptions
+    except ImportError:
+        # a build for another vendor
+        pass
+    else:
+        takes_attributes = "llvm_fn_attrs" in HIPOptions.__dataclass_fields__
+
+
+def without_accumulators() -> tuple[tuple[str, str], ...]:
+    """The compiler's option by which a kernel for CDNA has vector registers alone, where it has one and needs it.
+
+    LLVM of triton 3.8 and 3.9 shares the 256 registers of a wave out in halves, and kernels that multiply from all of
+    them spill: gemm's for gfx950 169 and 112 registers, 2 without accumulation registers (2026-11-27, no record).
+    """
+    return (("llvm_fn_attrs", "amdgpu-agpr-alloc=0"),) if takes_attributes else ()
+
+
 @contextmanager
 def interpreted_launches() -> Iterator[list[None]]:
     """While it is open: an entry for each kernel, of anybody's, that runs in Triton's interpreter."""
