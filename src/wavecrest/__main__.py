@@ -26,7 +26,7 @@ def main() -> int:
             os._exit(128 + number)
         received.append(number)
         if _imports_torch(frame):
-            # torch's C++ code ends the process with a trace where Python that it calls raises; no command has begun
+            # torch's C++ code ends the process with a trace where Python that it calls raises; nothing is written yet
             _say("interrupted")
             os._exit(128 + number)
         # a compiler may swallow the exception and go on

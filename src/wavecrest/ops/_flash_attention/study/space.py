@@ -117,7 +117,7 @@ def space_cdna(key: Key, arch: Arch) -> Iterator[Config]:
 
 
 def space_cdna_of(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first; each with other heads together too."""
+    """The configurations worth trying, each once, the default first, which is tried with other heads together too."""
     for waves, keys in _CDNA[64 if shape.head_dim <= 64 else 128]:
         made = _cdna.made_of(waves, keys, shape, arch)
         yield made
