@@ -17,9 +17,9 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMPreTrained
 from tests.models.xlstm_harness import DEVICE, close, native, randomize, tokens
 from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.integrations import xlstm
 from wavecrest.integrations.transformers import patch_transformers_xlstm
 from wavecrest.models.xlstm import convert_single_weights_to_fused_weights, xLSTMLarge, xLSTMLargeConfig
+from wavecrest.models.xlstm import transformers as xlstm
 from wavecrest.models.xlstm.weights import EMBEDDING, HUGGING_FACE_EMBEDDING
 
 Loss = Callable[[Any, Tensor], Tensor]

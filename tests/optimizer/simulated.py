@@ -7,7 +7,7 @@ what has changed, fewer where another compilation went before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tests.optimizer.conftest import NoAnalysis
 from tests.optimizer.planted import CLOCK
-from wavecrest import records
+from wavecrest import hardware, records
+from wavecrest.errors import StepRefused
 from wavecrest.graphs.inductor import PRESETS
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.costs import SEARCH_FACTOR
@@ -37,13 +38,16 @@ Parts = dict[str, float]
 class Shape:
     """A workload: ms by part, seconds of a first and of a later compilation, and the share of a part that steps leave.
 
-    `steps`: step id → part → share that is left of it.
+    `steps`: step id → part → share that is left of it. `capturable`: a graph can be captured of it as it is; else of
+    compiled code alone, or with `never` of no code at all.
     """
 
     parts: Parts
     first: float
     later: float
     steps: dict[str, Parts]
+    capturable: bool = True
+    never: bool = False
 
 
 # made up after one H200: an 8 B Llama at batch 16 whose attention copies K and V, a BERT at 512 tokens, a ResNet-50
@@ -75,6 +79,20 @@ SHAPES = {
             "replace_norm": {"normalisation": 0.8},
         },
     ),
+    # after a DeBERTa: every call makes constants on the host
+    "uncapturable": Shape(
+        {"gemm": 3.9, "attention": 0.9, "elementwise": 3.2, "normalisation": 0.5, "idle": 16.0},
+        48.0,
+        15.0,
+        {
+            "compile:default": {"elementwise": 0.2, "normalisation": 0.5, "idle": 0.25},
+            "compile:reduce-overhead": {"elementwise": 0.2, "normalisation": 0.5, "idle": 0.05},
+            "compile:max-autotune": {"elementwise": 0.2, "normalisation": 0.5, "idle": 0.25, "gemm": 0.98},
+            "capture": {"idle": 0.02},
+            "replace_norm": {"normalisation": 0.8},
+        },
+        capturable=False,
+    ),
     "CNN": Shape(
         {"convolution": 3.0, "normalisation": 1.2, "elementwise": 0.9, "memory": 0.7, "idle": 0.3},
         25.0,
@@ -102,6 +120,7 @@ REAL: tuple[Step, ...] = (
     ReplaceActivation(),
     Compile(PRESETS["max-autotune"]),
 )
+GPU = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
 # the compilations of the run so far: the cache of its process
 MADE: list[tuple[str, ...]] = []
 
@@ -151,6 +170,8 @@ class Simulated(Step):
         self.level = min(self.level, 4)
 
     def find(self, context: StepContext) -> Found:
+        if self.id in ("capture", "compile:default"):
+            return self.real.find(replace(context, device=GPU))
         return Found(("model",) if self.id in self.shape.steps else ())
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
@@ -161,6 +182,11 @@ class Simulated(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         assert isinstance(model, Model)
+        if self.phase == "capture" and params["compile"] and model.compiled is None:
+            model = steps_by_id(model.shape)["compile:default"].apply(model, {})
+            assert isinstance(model, Model)
+        if self.phase == "capture" and (self.shape.never or (model.compiled is None and not self.shape.capturable)):
+            raise StepRefused("the model cannot be captured")
         model.left = {**model.left, self.id: self.shape.steps[self.id]}
         surgery = tuple(name for name in model.left if not name.startswith(("compile", "capture")))
         if self.phase == "compile":
@@ -194,6 +220,11 @@ def workload(name: str) -> Workload:
     return from_example(Model(SHAPES[name]).eval(), torch.randn(2, 4))
 
 
+def steps_by_id(shape: Shape) -> dict[str, Step]:
+    """The real steps on a simulated workload, by id."""
+    return {real.id: Simulated(real, shape) for real in REAL}
+
+
 def steps(name: str) -> list[Step]:
     """The real steps on a simulated workload."""
-    return [Simulated(real, SHAPES[name]) for real in REAL]
+    return list(steps_by_id(SHAPES[name]).values())

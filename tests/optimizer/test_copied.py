@@ -76,6 +76,12 @@ def language(name: str, attention: str = "sdpa") -> Callable[[], nn.Module]:
     return make
 
 
+def recurrent() -> nn.Module:
+    shapes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    made: nn.Module = transformers.xLSTMForCausalLM(transformers.xLSTMConfig(**shapes))
+    return made
+
+
 def tokens(_model: nn.Module) -> Params:
     return {"input_ids": torch.arange(2, 16).view(2, 7), "use_cache": False}
 
@@ -161,6 +167,7 @@ CASES: dict[str, Case] = {
     "replace_moe": Case(
         language("Mixtral"), tokens, [("replace_moe", {"sites": ["model.layers.0.mlp.experts"]})]
     ),
+    "replace_xlstm": Case(recurrent, tokens, [("replace_xlstm", {"sites": ["backbone"]})]),
     "replace_norm": of_llama("replace_norm", sites=NORMS),
     "replace_activation": of_llama("replace_activation", sites=["model.layers.0.mlp"]),
     "replace_rotary": of_llama("replace_rotary", **ROTARY),

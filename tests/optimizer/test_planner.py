@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,37 @@ def test_a_refused_capture_is_tried_again_on_a_compiled_model(run: Run) -> None:
     assert compiled[:2] == [False, True]
     rows = run(Captures(), TakeHalfOut(), budget=300.0).record.steps
     assert [(row.id, row.verdict) for row in rows] == [("capture", "refused"), ("half", "kept")]
+
+
+def test_a_refused_capture_is_tried_with_a_compilation_of_its_own(run: Run) -> None:
+    """Compiled for its own sake first, a model whose compilation takes half of the budget gets no graph."""
+    rows = climb(run, "uncapturable", 90.0).steps
+    assert [(row.id, row.attempt, row.verdict) for row in rows][:2] == [
+        ("capture", 1, "refused"), ("capture", 2, "kept")
+    ]  # fmt: skip
+    first, second = rows[:2]
+    assert (first.title, second.title) == ("graph capture", "compile default + graph capture")
+    assert (first.params["compile"], second.params["compile"]) == ("", "default")
+    # it is no second try of what lost: all that it promises counts, and it takes a compilation
+    assert first.predicted is not None and second.predicted is not None and second.predicted > first.predicted
+    assert second.expected_seconds is not None and second.expected_seconds > 15.0
+    assert second.chosen.startswith(f"{second.predicted:.2f}× predicted for ") and "again" not in second.chosen
+    compiled = next(row for row in rows if row.id == "compile:default")
+    assert (compiled.verdict, compiled.reason) == ("skipped", "the model is compiled so already")
+
+
+def test_a_capture_that_compilation_does_not_help_leaves_the_compilation(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code is in the caches, so that the time of a later compilation is expected for it."""
+    shape = dataclasses.replace(simulated.SHAPES["uncapturable"], never=True)
+    monkeypatch.setitem(simulated.SHAPES, "uncapturable", shape)
+    monkeypatch.setattr("wavecrest.optimizer.diagnosis.Traced.seconds_since", lambda self: (48.0, 0.0))
+    rows = climb(run, "uncapturable", 150.0).steps
+    found = [(row.id, row.attempt, row.verdict) for row in rows if row.verdict != "skipped"]
+    assert found[:3] == [("capture", 1, "refused"), ("capture", 2, "refused"), ("compile:default", 1, "kept")]
+    assert not any(attempt > 2 for _, attempt, _ in found)
+    assert rows[2].expected_seconds is not None and rows[2].expected_seconds < 30.0
 
 
 class Masked(NoAnalysis):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest import hardware
 from wavecrest.errors import MissingDependency, WorkloadError
-from wavecrest.integrations.xlstm import patch_transformers_xlstm
 from wavecrest.measure.workload import Inputs, Workload
+from wavecrest.models.xlstm.transformers import patch_transformers_xlstm
 from wavecrest.optimizer.steps.replace_attention import register_attention, use_attention
 
 if TYPE_CHECKING:

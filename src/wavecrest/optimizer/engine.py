@@ -245,8 +245,7 @@ def check_steps(options: Options) -> None:
 
 
 def _take(run: RunState, one: Candidate) -> None:
-    step = one.step
-    run.progress.phase(step.title + (" (again)" if one.attempt > 1 else ""))
+    run.progress.phase(one.title + (" (again)" if one.is_again else ""))
     begin = run.now()
     # what was kept must be measured at the end, as its user runs it
     run.context.seconds_left = run.seconds_left - one.reserve
@@ -261,7 +260,9 @@ def _take(run: RunState, one: Candidate) -> None:
         _end(run, outcome)
         raise
     outcome.seconds = run.now() - begin
-    if outcome.speed and one.kind is not None:
+    # a capture that failed behind its compilation leaves that in the caches
+    compiled = one.found is not None and one.found.compiles and outcome.compile_seconds > 0
+    if one.kind is not None and (outcome.speed or compiled):
         run.costs.add(one.kind, outcome.seconds, outcome.compile_seconds, outcome.trace_seconds)
     _end(run, outcome)
 

@@ -133,7 +133,7 @@ def final_seconds(run: RunState) -> float:
 def _may_recompile(run: RunState) -> bool:
     """Whether the time that is left holds compiling the result again, for the examples and for other shapes."""
     applied, budget = run.ledger.applied, run.options.budget
-    if not applied.only("compile").steps:
+    if not applied.compiled:
         return True
     return run.costs.final(budget, compiled=True, looks=1) <= run.seconds_left + LATE_SHARE * budget
 
@@ -168,7 +168,7 @@ def _check_time(run: RunState) -> None:
         EnvironmentProblem: it does not.
     """
     pairs = min(LOOKS)
-    compiling = run.costs.cached if run.ledger.applied.only("compile").steps else 0.0
+    compiling = run.costs.cached if run.ledger.applied.compiled else 0.0
     needed = (
         seconds_of_pairs(run.context, pairs, run.children.saved_seconds, final_seconds(run))
         + rounds_of_loading(run.context, pairs) * compiling

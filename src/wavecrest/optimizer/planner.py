@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from wavecrest.optimizer.steps import Step
     from wavecrest.records import Cause, StepOutcome
 
+# the step that compiles what is captured only then
+COMPILES = "compile:default"
 # what is expected of a step that predicts nothing, and of a second attempt as a part of its first prediction
 UNKNOWN_RATIO, AGAIN = 1.02, 0.5
 # on such a gain the first look at the result is counted on, and time for later looks goes to steps. On a CPU processes
@@ -100,12 +102,22 @@ class Candidate:
         return self.found is not None and bool(self.found.sites)
 
     @property
+    def title(self) -> str:
+        """What tables show."""
+        return (self.found.title if self.found is not None else "") or self.step.title
+
+    @property
     def ratio(self) -> float:
         """The speed-up that is expected."""
         ratio = self.prediction.ratio
         if ratio is None or not math.isfinite(ratio):
             return UNKNOWN_RATIO
-        return max(1.0, 1 + AGAIN * (ratio - 1) if self.attempt > 1 else ratio)
+        return max(1.0, 1 + AGAIN * (ratio - 1) if self.is_again else ratio)
+
+    @property
+    def is_again(self) -> bool:
+        """Whether it is a second attempt at what lost, and not a capture that is tried in another way."""
+        return self.attempt > 1 and not (self.found is not None and self.found.compiles)
 
     @property
     def gain(self) -> float:
@@ -137,7 +149,7 @@ class Candidate:
             return 0
         if self.step.joins:
             return 3
-        return 4 if self.step.searches else self.attempt
+        return 4 if self.step.searches else 1 + self.is_again
 
 
 @dataclass(slots=True)
@@ -176,6 +188,8 @@ class Planner:
 
     def _next(self, *, late: bool) -> Candidate | None:
         """The candidate to try, of the steps that have looked or may look; with `late` of all that a trial fits for."""
+        if self._is_uncapturable:
+            self._look([step for step in self.steps if step.phase == "capture"], again=True)
         while True:
             steps = [row for row in self._open() if not self._is_late(row[0]) or (late and self._can_look(row[0]))]
             cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
@@ -225,13 +239,15 @@ class Planner:
     def _deserves_retry(self, step: Step) -> bool:
         """True for a measured loss or tie after which another step was kept, and a capture that compilation may allow.
 
-        An operation that no graph records may be gone from a compiled model (a constant that a DeBERTa makes).
+        An operation that no graph records may be gone from a compiled model (a constant that a DeBERTa makes). It is
+        compiled for the capture, unless it is by then.
         """
         rows = self.run.ledger.record.steps
         index = next(i for i, row in enumerate(rows) if row.id == step.id)
         if step.phase == "capture" and rows[index].verdict == "refused":
             compiling = {other.id for other in self.steps if other.phase == "compile"}
-            return any(row.verdict == "kept" and row.id in compiling for row in rows[index + 1 :])
+            compiled = any(row.verdict == "kept" and row.id in compiling for row in rows[index + 1 :])
+            return compiled or (self._is_uncapturable and self._compiles(step))
         if rows[index].verdict not in ("reverted", "tie") or step.level == 1 or step.phase == "weights":
             return False
         # a compile mode that lost to the one in force lost to it already
@@ -267,11 +283,27 @@ class Planner:
 
     @property
     def _compiled(self) -> bool:
-        return bool(self.run.ledger.applied.only("compile").steps)
+        return self.run.ledger.applied.compiled
+
+    @property
+    def _is_uncapturable(self) -> bool:
+        """Whether a capture of the model as it is was refused, and compiling it is still to be tried."""
+        rows = self.run.ledger.record.steps
+        captures = {step.id for step in self.steps if step.phase == "capture"}
+        refused = any(row.id in captures and row.verdict == "refused" for row in rows)
+        open_ = any(step.id == COMPILES for step in self.steps) and not any(row.id == COMPILES for row in rows)
+        return refused and open_ and not self._compiled
+
+    def _compiles(self, step: Step) -> bool:
+        """Whether its trial compiles a model that was not compiled."""
+        look = self._looks.get(step.id)
+        captures = look is not None and look.found is not None and look.found.compiles
+        return step.phase == "compile" or captures
 
     def _ground(self, step: Step) -> object:
-        """All that a step's sites depend on: the steps in force that change modules, and the ties that it joins."""
-        return self.run.ledger.applied.only(*TREE), self._compiled, self._ties if step.joins else ()
+        """All that a step's sites depend on: the steps in force that change modules, what is compiled, and ties."""
+        uncapturable = step.phase == "capture" and self._is_uncapturable
+        return self.run.ledger.applied.only(*TREE), self._compiled, uncapturable, self._ties if step.joins else ()
 
     @property
     def _ties(self) -> tuple[tuple[str, float], ...]:
@@ -308,6 +340,7 @@ class Planner:
         begin = run.now()
         context.ties = self._ties
         context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
+        context.uncapturable = self._is_uncapturable
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
             context.own_layer_norms, run.costs.own_norms = _own_norms(context.model)
@@ -390,11 +423,13 @@ class Planner:
     def _kind(self, step: Step) -> Kind:
         run = self.run
         searches = any(item.step.searches for item in run.ledger.applied.steps)
+        if step.phase == "capture" and self._compiles(step):
+            return "first" if run.costs.nothing_compiled else "later"
         return kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
 
     def _proof(self, step: Step | None, looks: int | None, *, recompiled: bool = True) -> float:
         """Seconds of the end of the run with this step in force too; see `Costs.final`."""
-        compiled = self._compiled or (step is not None and step.phase == "compile")
+        compiled = self._compiled or (step is not None and self._compiles(step))
         return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks, recompiled=recompiled)
 
     def _reserve(self, step: Step | None, prediction: Prediction | None = None) -> float:
@@ -462,7 +497,7 @@ class Planner:
         """Charge the first compilation that is kept with what it makes the others and the proof take longer."""
         costs = self.run.costs
         for one in candidates:
-            if one.step.phase != "compile" or self._compiled or one.step.searches:
+            if not self._compiles(one.step) or self._compiled or one.step.searches:
                 continue
             others = [other for other in candidates if other.kind == "plain"]
             one.behind = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
@@ -550,6 +585,6 @@ def _why(chosen: Candidate, able: int) -> str:
         return f"{worth}; it comes first because of a cause that was named: {chosen.cause.text}"
     if chosen.step.searches:
         return f"{worth}; it searches, on the final shape of the model"
-    if chosen.attempt > 1:
+    if chosen.is_again:
         return f"{worth}; again, as another step was kept since"
     return f"{worth}, the most a second of {able} that could be tried" if able > 1 else worth

@@ -85,7 +85,7 @@ def _outcome(one: Candidate) -> StepOutcome:
     step, found, ratio = one.step, one.found, one.prediction.ratio
     return StepOutcome(
         id=step.id,
-        title=step.title,
+        title=one.title,
         level=step.level,
         attempt=one.attempt,
         params=found.params if found is not None and found.sites else {},
@@ -149,7 +149,7 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
 
 def _profile_again(run: RunState, outcome: StepOutcome) -> None:
     """Profile the model as optimized so far, where that takes little and shows its ops."""
-    if run.device.kind == "cpu" and run.ledger.applied.only("compile").steps:
+    if run.device.kind == "cpu" and run.ledger.applied.compiled:
         # compiled code leaves no events there
         return
     if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
@@ -166,7 +166,7 @@ def _with_ops(run: RunState, replayed: list[BucketProfile]) -> list[BucketProfil
     """
     applied = run.ledger.applied
     bare = applied.without("capture")
-    if bare == applied or bare.only("compile").steps or all(map(_has_ops, replayed)):
+    if bare == applied or applied.compiled or all(map(_has_ops, replayed)):
         return replayed
     plain = run.ledger.record.profile_before
     if bare.steps:

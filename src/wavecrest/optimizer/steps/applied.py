@@ -44,6 +44,11 @@ class AppliedSteps:
         """The steps of the given phases."""
         return AppliedSteps(tuple(item for item in self.steps if item.step.phase in phases))
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the model is compiled: by a step, or by a capture that compiles what it records."""
+        return any(item.step.phase == "compile" or bool(item.params.get("compile")) for item in self.steps)
+
     def ordered(self) -> list[AppliedStep]:
         """The order of assembly: by phase, and inside a phase in the order kept."""
         return sorted(self.steps, key=lambda item: PHASES.index(item.step.phase))

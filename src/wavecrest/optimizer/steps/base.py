@@ -48,7 +48,8 @@ class Found:
 
     `params` is JSON and is all that `apply` needs to do the same again from a plan file. `saved` is the share of the
     sites' own time that was saved where the step tried them alone; None where it did not. `rows` are those of each
-    site's input, where the step saw them.
+    site's input, where the step saw them. `compiles`: its trial compiles the model, though that is not the step's
+    phase; `title` is what the table shows then.
     """
 
     sites: tuple[str, ...]
@@ -56,6 +57,8 @@ class Found:
     note: str = ""
     saved: float | None = None
     rows: tuple[int, ...] = ()
+    compiles: bool = False
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class StepContext:
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
     captured: bool = False
+    # whether a capture of the model as it is was refused, and nothing has been compiled
+    uncapturable: bool = False
     # whether layer norms of the model with the steps kept so far are kernels of wavecrest
     own_layer_norms: bool = False
     # steps that tied by a gain and fit those in force, the largest first: id and measured ratio

@@ -70,6 +70,8 @@ class Compile(Step):
         """Applies to every model on the preset's devices."""
         if context.device.vendor not in self.preset.devices:
             return Found((), note=f"not tried on {context.device.vendor}")
+        if self.preset.name == "default" and context.compiled:
+            return Found((), note="the model is compiled so already")
         return Found(("model",), {"preset": self.preset.name, **mask_params(context)}, self.preset.why)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
@@ -78,21 +80,13 @@ class Compile(Step):
 
     def _saved(self, context: StepContext) -> tuple[float, str]:
         """The share of a call's time that is expected to go, below 0 where it gets longer, and what it rests on."""
-        fusable, norms = context.share("elementwise", "memory"), context.share("normalisation")
         gaps = context.idle_share()
         matrix = context.share("gemm", "convolution")
         saved, basis = 0.0, "compiled already"
         if not context.compiled:
-            norm_gain, lone = (FOLDED_GAIN, 0.0) if self.preset.epilogues else (NORM_GAIN, LONE_WORK)
-            fused, math = FUSION_GAIN * max(0.0, fusable - lone), context.math_share()
-            saved = max(fused, MATH_GAIN * math) + norm_gain * norms + gap_gain(context) * gaps
-            basis = f"fusable {fusable:.0%} of the time, norms {norms:.0%}, launch gaps {gaps:.0%}"
-            if context.captured:
-                basis += " of a graph"
-            if context.own_layer_norms:
-                saved, basis = saved - OWN_NORM_LOSS, f"{basis}, norms that are kernels of wavecrest cannot be fused"
-            if math:
-                basis += f", SDPA's math path {math:.0%}"
+            saved, basis = fused_share(context, folds=self.preset.epilogues)
+            saved += gap_gain(context) * gaps
+            basis = f"{basis}, launch gaps {gaps:.0%}" + (" of a graph" if context.captured else "")
         elif self.preset.mode == "reduce-overhead":
             saved, basis = GRAPH_GAIN * gaps, f"{basis}, launch gaps {gaps:.0%}"
         if self.preset.options.get("freezing"):
@@ -109,6 +103,23 @@ class Compile(Step):
         masks.use(model, params.get("masks", []))
         compile_module(model, self.preset, masks.padding_argument(model) if params.get("padding") else None)
         return model
+
+
+def fused_share(context: StepContext, *, folds: bool = False) -> tuple[float, str]:
+    """The share of a call's time that fusion takes out, below 0 where it adds some, and what it rests on.
+
+    Args:
+        context: of the model, which is not compiled.
+        folds: batch norms are folded into convolutions.
+    """
+    fusable, norms = context.share("elementwise", "memory"), context.share("normalisation")
+    norm_gain, lone = (FOLDED_GAIN, 0.0) if folds else (NORM_GAIN, LONE_WORK)
+    fused, math = FUSION_GAIN * max(0.0, fusable - lone), context.math_share()
+    saved = max(fused, MATH_GAIN * math) + norm_gain * norms
+    basis = f"fusable {fusable:.0%} of the time, norms {norms:.0%}"
+    if context.own_layer_norms:
+        saved, basis = saved - OWN_NORM_LOSS, f"{basis}, norms that are kernels of wavecrest cannot be fused"
+    return saved, f"{basis}, SDPA's math path {math:.0%}" if math else basis
 
 
 def gap_gain(context: StepContext) -> float:

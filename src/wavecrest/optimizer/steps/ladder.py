@@ -44,6 +44,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_moe import ReplaceMoe
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
     from wavecrest.optimizer.steps.replace_rotary import ReplaceRotary
+    from wavecrest.optimizer.steps.replace_xlstm import ReplaceXlstm
     from wavecrest.optimizer.steps.route_linear import RouteLinear
     from wavecrest.optimizer.steps.tunable_op import TunableOp
     from wavecrest.optimizer.steps.unpad import Unpad
@@ -71,6 +72,7 @@ def _steps() -> dict[str, Step]:
         ReplaceSDPA(),
         Unpad(),
         ReplaceMoe(),
+        ReplaceXlstm(),
         ReplaceNorm(),
         ReplaceActivation(),
         ReplaceRotary(),

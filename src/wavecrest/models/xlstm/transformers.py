@@ -89,12 +89,12 @@ def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
         InvalidArgument: the model is another class or is patched already, or a setting is invalid; nothing is
         changed then.
     """
-    backbone: Any = next((part for part in model.modules() if _kind(part) is not None), None)
+    backbone: Any = next((part for _, part in backbones(model)), None)
     if backbone is None:
         raise InvalidArgument(
             f"patch_transformers_xlstm takes transformers' xLSTMModel or xLSTMForCausalLM, not {type(model).__name__}"
         )
-    if any(isinstance(block.mlstm_layer, _Layer) for block in backbone.blocks):
+    if is_patched(backbone):
         raise InvalidArgument("patch_transformers_xlstm: the model is patched already")
     config = _config(backbone.config, settings)
     call = _Call()
@@ -109,6 +109,16 @@ def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
     backbone.register_forward_pre_hook(_Before(config, call, _names(backbone)), with_kwargs=True)
     backbone.register_forward_hook(_After(call), always_call=True)
     return model
+
+
+def backbones(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The `xLSTMModel` modules of a model with their paths."""
+    return [(path, part) for path, part in model.named_modules() if _kind(part) is not None]
+
+
+def is_patched(backbone: Any) -> bool:
+    """Whether an `xLSTMModel` runs on wavecrest's ops already."""
+    return any(isinstance(block.mlstm_layer, _Layer) for block in backbone.blocks)
 
 
 def _kind(module: nn.Module) -> type | None:
