@@ -98,19 +98,46 @@ def _transformers_norm(name: str) -> nn.Module:
 
     pytest.importorskip("transformers")
     folder = {"LlamaRMSNorm": "llama", "T5LayerNorm": "t5", "Qwen2RMSNorm": "qwen2", "MistralRMSNorm": "mistral",
-              "GemmaRMSNorm": "gemma"}[name]  # fmt: skip
+              "GemmaRMSNorm": "gemma", "Gemma3RMSNorm": "gemma3", "Qwen3NextRMSNorm": "qwen3_next"}[name]  # fmt: skip
     module: nn.Module = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)(24)
     return module
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, None], ids=["zeros", "ones", "random"])
-def test_gemma_is_refused_whatever_its_weight(weight: float | None) -> None:
-    for module in (GemmaNorm(24), _transformers_norm("GemmaRMSNorm")):
+def test_gemma_scales_by_one_more_whatever_its_weight(weight: float | None) -> None:
+    for module in (GemmaNorm(24), *map(_transformers_norm, ("GemmaRMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"))):
+        parameter = module.get_parameter("weight")
         with torch.no_grad():
-            parameter = module.get_parameter("weight")
             parameter.normal_() if weight is None else parameter.fill_(weight)
         with pytest.raises(StepRefused, match=r"\(1 \+ weight\)"):
-            wnn.norm_from_module(module)
+            wnn.RMSNorm.from_module(module)
+        made = wnn.norm_from_module(module)
+        assert type(made) is wnn.GemmaRMSNorm and made.weight is parameter
+        assert made.state_dict().keys() == {"weight"}
+        x = torch.randn(2, 3, 24)
+        torch.testing.assert_close(made(x), module(x), rtol=1e-5, atol=1e-6)
+        # a weight that changes later counts
+        with torch.no_grad():
+            parameter.add_(0.5)
+        torch.testing.assert_close(made(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gemma_adds_the_one_in_float32(dtype: torch.dtype) -> None:
+    """1 + weight rounded to bfloat16 would be off by 2^-9: as far as a value of the result may be."""
+    module = randomise(_transformers_norm("GemmaRMSNorm"))
+    # made before or after the model takes its dtype
+    first = wnn.norm_from_module(module)
+    later = wnn.norm_from_module(module.to(dtype))
+    x = torch.randn(64, 24).to(dtype)
+    for made in (first.to(dtype), later):
+        assert made.weight is not None and made.weight.dtype == dtype
+        assert torch.equal(made(x), module(x))
+
+
+def test_a_norm_that_none_of_ours_computes_is_refused_for_its_first_difference() -> None:
+    with pytest.raises(StepRefused, match="something else than RMSNorm"):
+        wnn.norm_from_module(EpsOutside(24))
 
 
 def _hooked() -> nn.Module:

@@ -9,7 +9,7 @@ from wavecrest.nn.gated_mlp import GatedMLP
 from wavecrest.nn.latent_attention import MultiHeadLatentAttention
 from wavecrest.nn.linear import Linear
 from wavecrest.nn.multihead_attention import MultiheadAttention
-from wavecrest.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, norm_from_module
+from wavecrest.nn.norm import AddLayerNorm, AddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, norm_from_module
 from wavecrest.nn.quantized_linear import QuantizedLinear
 from wavecrest.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, rope_tables
 from wavecrest.nn.self_attention import Attention
@@ -21,6 +21,7 @@ __all__ = [
     "Conv2d",
     "Experts",
     "GatedMLP",
+    "GemmaRMSNorm",
     "GeluAndMul",
     "LayerNorm",
     "Linear",

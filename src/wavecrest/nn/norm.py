@@ -77,6 +77,44 @@ class RMSNorm(_Norm):
         return made
 
 
+class GemmaRMSNorm(_Norm):
+    """`wavecrest.ops.rms_norm` with 1 + weight [size] in float32, as the norms of Gemma and Qwen3-Next have it."""
+
+    one: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        eps: float | None = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, False, device, dtype)
+        self.weight = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self.register_buffer("one", torch.ones(size, device=device, dtype=torch.float32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] to the same."""
+        weight = cast(Tensor, self.weight)
+        # of two tensors the wider type wins, in one kernel; the buffer goes with the module to a narrow type
+        scale = self.one + weight if self.one.dtype == torch.float32 else 1 + weight.float()
+        return rms_norm(x, scale, _default_eps(x) if self.eps is None else self.eps)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> GemmaRMSNorm:
+        """Ours from transformers' GemmaRMSNorm or a norm like it; shares its weight.
+
+        Raises:
+            StepRefused: the module computes something else, or has hooks.
+        """
+        size = _size(module)
+        weight = module.weight
+        made = cls(size, _eps(module), device=weight.device if isinstance(weight, Tensor) else None)
+        _adopt(made, module, "weight")
+        _prove(module, made, size)
+        return made
+
+
 class AddRMSNorm(RMSNorm):
     """`wavecrest.ops.add_rms_norm` with a weight [size]."""
 
@@ -178,22 +216,24 @@ class AddLayerNorm(LayerNorm):
         return made
 
 
-def norm_from_module(module: nn.Module) -> RMSNorm | LayerNorm:
+def norm_from_module(module: nn.Module) -> RMSNorm | GemmaRMSNorm | LayerNorm:
     """The wavecrest norm that computes what `module` does, sharing its parameters.
 
     Raises:
-        StepRefused: neither RMSNorm nor LayerNorm does, with the reason.
+        StepRefused: none of them does, with the reason.
     """
+    # some RMS norms are called LayerNorm (T5), and of one name some scale by 1 + weight: the probe decides
+    kinds: list[type[RMSNorm | GemmaRMSNorm | LayerNorm]] = [RMSNorm, GemmaRMSNorm]
     if type(module).__name__.endswith("LayerNorm"):
-        # some RMS norms are called LayerNorm (T5): the probe decides
+        kinds.insert(0, LayerNorm)
+    first = None
+    for kind in kinds:
         try:
-            return LayerNorm.from_module(module)
-        except StepRefused as first:
-            try:
-                return RMSNorm.from_module(module)
-            except StepRefused:
-                raise first from None
-    return RMSNorm.from_module(module)
+            return kind.from_module(module)
+        except StepRefused as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _size(module: nn.Module) -> int:
@@ -278,5 +318,5 @@ def _difference(theirs: nn.Module, made: nn.Module, probe: Tensor, expected: Ten
     if isinstance(made, RMSNorm) and isinstance(weight, Tensor):
         shifted = rms_norm(probe, 1 + weight, _default_eps(probe) if eps is None else eps)
         if torch.allclose(shifted, expected, rtol=1e-4, atol=1e-5):
-            return f"{name} scales by (1 + weight), as Gemma's does; ours scales by the weight"
+            return f"{name} scales by (1 + weight), as Gemma's does; RMSNorm scales by the weight"
     return f"{name} computes something else than {type(made).__name__}: error {error:.1e} on a float32 probe"

@@ -103,7 +103,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """What tables show."""
+        """The name in tables."""
         return (self.found.title if self.found is not None else "") or self.step.title
 
     @property
@@ -535,11 +535,11 @@ class Planner:
 
 def _own_norms(model: nn.Module) -> tuple[bool, bool]:
     """Whether layer norms, and whether norms of any kind, are modules of wavecrest."""
-    from wavecrest.nn import LayerNorm, RMSNorm
+    from wavecrest.nn import GemmaRMSNorm, LayerNorm, RMSNorm
 
     kinds = {type(module) for module in model.modules()}
     layer = any(issubclass(kind, LayerNorm) for kind in kinds)
-    return layer, layer or any(issubclass(kind, RMSNorm) for kind in kinds)
+    return layer, layer or any(issubclass(kind, (RMSNorm, GemmaRMSNorm)) for kind in kinds)
 
 
 def densest_together(items: Sequence[tuple[float, float]], seconds: float) -> list[int]:
