@@ -464,6 +464,28 @@ def test_predictions_and_costs_know_norms_of_wavecrest(
     assert [costs.own_norms for costs in made] == [own]
 
 
+def test_a_compilation_is_expected_to_take_what_the_ops_that_are_left_take(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ops(NoAnalysis):
+        def profile(self, model: nn.Module, ceilings: records.Ceilings | None) -> Any:
+            calls = 2000 if model.pause > PAUSE / 2 else 300  # type: ignore[operator]
+            row = records.OpTime(name="aten::mm", category="gemm", shapes="", calls=calls, ms=1.0, share=1.0)
+            profile = records.BucketProfile(
+                bucket="default", wall_ms=1.0, kernel_ms=1.0, idle_ms=None, launches=None, categories=[], ops=[row],
+                uncategorized=[],
+            )  # fmt: skip
+            return [profile], ""
+
+    made: list[Costs] = []
+    monkeypatch.setattr("wavecrest.optimizer.engine.Costs", lambda **known: made.append(Costs(**known)) or made[-1])
+    workload = from_example(*slow())
+    record = run(TakePauseOut(), workload=workload, analysis=Ops(workload), budget=300.0).record
+    assert [row.verdict for row in record.steps] == ["kept"]
+    assert [costs.ops for costs in made] == [300]
+    assert made[0].compilation == pytest.approx(8.0 + 0.01 * 300)
+
+
 def test_a_compilation_that_gives_up_an_eager_gain_is_predicted_without_it(run: Run) -> None:
     """Steps that exclude each other, because one depends on values, are not tried as if their gains added up."""
 

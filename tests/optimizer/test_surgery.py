@@ -102,7 +102,7 @@ def test_a_norm_that_computes_something_else_is_left_out_with_the_reason() -> No
             self.eps = 1e-6
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (2 + self.weight)
 
     workload = from_example(nn.Sequential(nn.Linear(8, 16), OddRMSNorm()), torch.randn(3, 8))
     found = step_by_id("replace_norm").find(context(workload, GPU))

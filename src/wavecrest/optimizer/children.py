@@ -44,8 +44,12 @@ if TYPE_CHECKING:
 
     from wavecrest.measure.workload import Workload
 
-# seconds that a child may take
+# seconds that a child may take; where it is known what it should take, this many times that, and some more: a child
+# that stood still held a run of 90 s for 200 s, until its starter was ended (one H200, 2026-11-27)
 CHILD_TIMEOUT = 1800.0
+CHILD_FACTOR, CHILD_MORE = 4.0, 30.0
+# seconds for a child that stands still to write where it does, and lines of that in an error
+_TELLS, _TOLD = 2.0, 3
 # seconds of a turn
 TURN_SECONDS = 0.1
 # where it was not seen what loading a model takes: a pair is loaded at the same time where free memory holds the model
@@ -55,6 +59,8 @@ MEMORY_FACTOR = 4
 MEMORY_SPARE = 1.1
 # bytes that a process takes on a GPU, and on its host, beside its model
 CONTEXT_BYTES = 2 << 30
+# a child writes on this signal where it is, the latest call first, below this line of faulthandler's
+STACK_SIGNAL, STACK_HEAD = signal.SIGUSR1, "(most recent call first):"
 # the place that a child names when its times are taken
 TIMED = -1
 PLACE = struct.Struct(">i")
@@ -205,24 +211,39 @@ def _is_installed(name: str) -> bool:
     return path is not None and any(part in {"site-packages", "dist-packages"} for part in Path(path).parts)
 
 
+def timeout_of(expected: float) -> float:
+    """Seconds that children may take, by those that they should take."""
+    return CHILD_FACTOR * expected + CHILD_MORE
+
+
 def order_of(pair: int) -> tuple[timing.Side, timing.Side]:
     """Which side of a pair is first: each in turn."""
     return ("base", "new") if pair % 2 == 0 else ("new", "base")
 
 
-def run_child(job: Job, server: ForkServer | None = None) -> SideReport:
+def run_child(job: Job, server: ForkServer | None = None, *, timeout: float | None = None) -> SideReport:
     """Run a task in a fresh process: forked by the server, or a new interpreter without one.
+
+    Args:
+        job: the task.
+        server: forks the process.
+        timeout: seconds that it may take; None: CHILD_TIMEOUT.
 
     Raises:
         WavecrestError: the error of `errors` that the child ended with.
-        EnvironmentProblem: it died, or took more than CHILD_TIMEOUT; with its last line.
+        EnvironmentProblem: it died, with its last line; or it took too long, with the place where it was.
     """
-    with _Child(job, server) as child:
+    with _Child(job, server, timeout=timeout) as child:
         return child.report()
 
 
 def run_pairs(
-    pairs: Sequence[Jobs], first: int, *, memory: int = 0, starter: Starter | None = None
+    pairs: Sequence[Jobs],
+    first: int,
+    *,
+    memory: int = 0,
+    starter: Starter | None = None,
+    timeout: float | None = None,
 ) -> list[dict[timing.Side, SideReport]]:
     """Run both sides of every pair, each in a fresh process.
 
@@ -231,6 +252,7 @@ def run_pairs(
         first: the number of the first pair; its number says which side of a pair is first.
         memory: bytes that both processes of a pair take beside what all take (`memory_of` of each).
         starter: of the run; None starts new interpreters.
+        timeout: seconds that those loaded together may take; None: CHILD_TIMEOUT.
 
     Raises:
         WavecrestError: see `run_child`.
@@ -250,17 +272,24 @@ def run_pairs(
         checks = any(job.task.check for job in jobs.values())
         count = min(pairs_together(job.task.device, memory) for job in jobs.values())
         if not count:
-            found.append({side: run_child(jobs[side], server) for side in order_of(first + begin)})
+            sides = order_of(first + begin)
+            found.append({side: run_child(jobs[side], server, timeout=timeout) for side in sides})
         else:
-            found += _run_together(pairs[begin : begin + (1 if checks else count)], first + begin, server)
+            together = pairs[begin : begin + (1 if checks else count)]
+            found += _run_together(together, first + begin, server, timeout)
     return found
 
 
-def _run_together(pairs: Sequence[Jobs], first: int, server: ForkServer | None) -> list[dict[timing.Side, SideReport]]:
+def _run_together(
+    pairs: Sequence[Jobs], first: int, server: ForkServer | None, timeout: float | None
+) -> list[dict[timing.Side, SideReport]]:
     """Load all sides of all pairs, then time one pair after the other."""
     with contextlib.ExitStack() as stack:
         groups = [
-            {side: stack.enter_context(_Child(jobs[side], server, in_turns=True)) for side in order_of(first + index)}
+            {
+                side: stack.enter_context(_Child(jobs[side], server, in_turns=True, timeout=timeout))
+                for side in order_of(first + index)
+            }
             for index, jobs in enumerate(pairs)
         ]
         everyone = [child for group in groups for child in group.values()]
@@ -357,14 +386,17 @@ class Turns:
 class _Child:
     """A child process, which ends with the block."""
 
-    def __init__(self, job: Job, server: ForkServer | None = None, *, in_turns: bool = False) -> None:
+    def __init__(
+        self, job: Job, server: ForkServer | None = None, *, in_turns: bool = False, timeout: float | None = None
+    ) -> None:
         self.name = job.name
+        self._timeout = CHILD_TIMEOUT if timeout is None else timeout
         # the bucket that it wants to go on with; None until it says so, TIMED at the end
         self.place: int | None = None
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._target, self._log = folder / "side.json", folder / "log"
-        self._deadline = time.monotonic() + CHILD_TIMEOUT
+        self._deadline = time.monotonic() + self._timeout
         arguments = [json.dumps(asdict(job.task)), str(self._target)]
         with contextlib.ExitStack() as theirs:
             passed: list[int] = []
@@ -450,7 +482,20 @@ class _Child:
 
     def _check_time(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise EnvironmentProblem(f"{self.name} took more than {CHILD_TIMEOUT:.0f} s")
+            raise EnvironmentProblem(f"{self.name} took more than {self._timeout:.0f} s{self._place_in_code()}")
+
+    def _place_in_code(self) -> str:
+        """Where it is, as it writes it on STACK_SIGNAL; nothing where it does not, or has not begun."""
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACK_SIGNAL)
+        end = time.monotonic() + _TELLS
+        lines: list[str] = []
+        while not lines and time.monotonic() < end:
+            time.sleep(_TELLS / 20)
+            text = self._log.read_text(errors="replace").rpartition(STACK_HEAD)[2]
+            lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
+        return f"; it was at: {' < '.join(lines[:_TOLD])}" if lines else ""
 
     def _problem(self) -> WavecrestError:
         path = problem_file(self._target)

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from wavecrest.optimizer.steps import Step
+    from wavecrest.records import BucketProfile
 
 # the kinds of trials: nothing is compiled, the model is compiled for the first time in the run, changed code or another
 # preset is compiled, compiled code is captured as it is, a preset searches
@@ -39,6 +42,11 @@ SMALL_SHARE = 0.6
 FINAL_COMPILATIONS, SHAPES_COMPILATIONS = 1, 2
 
 
+def op_calls(profile: Iterable[BucketProfile]) -> int:
+    """Op calls of one call of a model, over all buckets of its profile."""
+    return sum(op.calls for bucket in profile for op in bucket.ops)
+
+
 def kind_of(step: Step, *, compiled: bool, first: bool, searches: bool = False) -> Kind:
     """The kind of a step's trial.
 
@@ -63,7 +71,7 @@ class Costs:
 
     Attributes:
         sampling: seconds that a trial measures at most.
-        ops: op calls of one call of the model, over all buckets; 0 where they are not known.
+        ops: op calls of one call of the model as optimized so far, over all buckets; 0 where they are not known.
         least_final, later_looks: seconds of the end of the run: with the fewest processes or phases that decide, and
             what each later look takes beside them.
         loads: times that the final measurement waits for processes to load with fewest pairs: each compiles code that

@@ -15,7 +15,7 @@ import torch
 from wavecrest.errors import DeviceFailed, InvalidArgument
 from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.optimizer.alternate import LOOKS
-from wavecrest.optimizer.costs import Costs, Kind
+from wavecrest.optimizer.costs import Costs, Kind, op_calls
 from wavecrest.optimizer.finish import final_seconds, finish, withdraw
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.planner import Planner
@@ -147,7 +147,7 @@ def _know_costs(run: RunState) -> None:
     share = CHECK_SHARE_CPU if run.context.device.kind == "cpu" else CHECK_SHARE
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,
-        ops=sum(op.calls for profile in run.context.profile for op in profile.ops),
+        ops=op_calls(run.context.profile),
         least_final=times[0] + share * run.gate.summary.seconds,
         later_looks=tuple(times[1:]),
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,

@@ -17,7 +17,7 @@ from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.measure import copies, timing
 from wavecrest.measure.timing import Interval
 from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
-from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs
+from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs, timeout_of
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
 from wavecrest.optimizer.planner import LATE_SHARE
@@ -168,15 +168,18 @@ def _check_time(run: RunState) -> None:
         EnvironmentProblem: it does not.
     """
     pairs = min(LOOKS)
-    compiling = run.costs.cached if run.ledger.applied.compiled else 0.0
-    needed = (
-        seconds_of_pairs(run.context, pairs, run.children.saved_seconds, final_seconds(run))
-        + rounds_of_loading(run.context, pairs) * compiling
-    )
+    needed = _seconds_of_processes(run, pairs)
     if needed > run.seconds_left:
         raise EnvironmentProblem(
             f"{2 * pairs} fresh processes take about {needed:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
         )
+
+
+def _seconds_of_processes(run: RunState, pairs: int) -> float:
+    """Seconds that `pairs` of fresh processes should take."""
+    compiling = run.costs.cached if run.ledger.applied.compiled else 0.0
+    loading = seconds_of_pairs(run.context, pairs, run.children.saved_seconds, final_seconds(run))
+    return loading + rounds_of_loading(run.context, pairs) * compiling
 
 
 def _in_processes(run: RunState, source: copies.Source) -> Claim:
@@ -202,8 +205,13 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
         def some(first: int, count: int) -> list[dict[timing.Side, SideReport]]:
             names = f"{first + 1} to {first + count}"
             run.progress.phase(f"final measurement: original and result in fresh processes, pairs {names}")
+            timeout = timeout_of(_seconds_of_processes(run, count))
             found = run_pairs(
-                [jobs(pair) for pair in range(first, first + count)], first, memory=memory, starter=run.children
+                [jobs(pair) for pair in range(first, first + count)],
+                first,
+                memory=memory,
+                starter=run.children,
+                timeout=timeout,
             )
             spent.extend(pair["new"].spent for pair in found)
             return found

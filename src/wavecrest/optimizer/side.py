@@ -7,6 +7,7 @@ which gives turns to this process and to that of the other side (`children`).
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from wavecrest.measure import copies, timing, workload
 from wavecrest.measure.rotation import Rotation
 from wavecrest.optimizer.bundle import hash_sources
 from wavecrest.optimizer.checking import check_applied
-from wavecrest.optimizer.children import Problem, SideReport, Task, Turns, problem_file
+from wavecrest.optimizer.children import STACK_SIGNAL, Problem, SideReport, Task, Turns, problem_file
 from wavecrest.optimizer.gate import Gate, RuleBroken
 from wavecrest.optimizer.gate.site import first_line
 from wavecrest.optimizer.gate.untouched import checksums
@@ -175,6 +176,7 @@ def main() -> NoReturn:
     At once, without exit functions: those of PyTorch's compiler wait for worker processes that no child has work for
     (7 s of a ResNet-50's; 16 cores beside an H200, 2026-11-26, torch 2.11, no record).
     """
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
     task, target = Task(**decode.json_of(sys.argv[1])), Path(sys.argv[2])
     turns = Turns(socket.socket(fileno=int(sys.argv[3]))) if len(sys.argv) > 3 else None
     code = 0

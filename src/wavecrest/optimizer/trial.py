@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest.errors import Refused
 from wavecrest.optimizer.checking import gate_for
+from wavecrest.optimizer.costs import op_calls
 from wavecrest.optimizer.diagnosis import PROFILE_SHARE, Traced, diagnose, seconds_of_profile
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import EnvironmentSetting
@@ -155,6 +156,8 @@ def _profile_again(run: RunState, outcome: StepOutcome) -> None:
     if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
         run.progress.phase("profile")
         run.context.profile = _with_ops(run, run.current_profile()) or run.context.profile
+        # layers that have become one op each are less to compile
+        run.costs.ops = op_calls(run.context.profile) or run.costs.ops
 
 
 def _with_ops(run: RunState, replayed: list[BucketProfile]) -> list[BucketProfile]:

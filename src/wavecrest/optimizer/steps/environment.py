@@ -14,7 +14,7 @@ from wavecrest.measure import copies
 from wavecrest.measure.speedup import TAIL
 from wavecrest.measure.timing import Side, keeps
 from wavecrest.optimizer.alternate import Claim, alternate
-from wavecrest.optimizer.children import Job, Task, memory_of, pairs_together, run_pairs
+from wavecrest.optimizer.children import Job, Task, memory_of, pairs_together, run_pairs, timeout_of
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import Candidates
 
@@ -185,7 +185,13 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
         }
         memory = 2 * memory_of(context.workload)
         claim = alternate(
-            lambda first, count: run_pairs([jobs] * count, first, memory=memory, starter=context.starter),
+            lambda first, count: run_pairs(
+                [jobs] * count,
+                first,
+                memory=memory,
+                starter=context.starter,
+                timeout=timeout_of(seconds_of_pairs(context, count, seconds=seconds)),
+            ),
             unit="processes",
             looks={context.processes: TAIL},
             min_gain=0.0,
