@@ -472,7 +472,7 @@ def test_a_compilation_is_expected_to_take_what_the_ops_that_are_left_take(
             calls = 2000 if model.pause > PAUSE / 2 else 300  # type: ignore[operator]
             row = records.OpTime(name="aten::mm", category="gemm", shapes="", calls=calls, ms=1.0, share=1.0)
             profile = records.BucketProfile(
-                bucket="default", wall_ms=1.0, kernel_ms=1.0, idle_ms=None, launches=None, categories=[], ops=[row],
+                bucket="default", wall_ms=1.0, kernel_ms=1.0, idle_ms=None, launches=1, categories=[], ops=[row],
                 uncategorized=[],
             )  # fmt: skip
             return [profile], ""
