@@ -107,12 +107,14 @@ class Fake:
     """A child that is timed for two turns; `told` has what becomes of all of them, in order."""
 
     told: ClassVar[list[tuple[str, str]]] = []
+    threads: ClassVar[list[int]] = []
 
     def __init__(
         self, job: Job, server: ForkServer | None, *, in_turns: bool = False, timeout: float | None = None
     ) -> None:
         assert in_turns and server is None and timeout is None
         self.name, self.place, self._turns = job.name, 0, 0
+        self.threads.append(job.task.threads)
         self.told.append((self.name, "start"))
 
     def __enter__(self) -> Fake:
@@ -144,6 +146,8 @@ def test_pairs_are_loaded_together_and_timed_one_after_the_other(monkeypatch: py
     monkeypatch.setattr(children, "pairs_together", lambda device, memory: 2)
     monkeypatch.setattr(children, "_Child", Fake)
     monkeypatch.setattr(Fake, "told", [])
+    monkeypatch.setattr(Fake, "threads", [])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     task = Task("work.py:make", "cuda:0", 0.1)
     jobs: list[dict[Side, Job]] = [
         {side: Job(task, {}, f"{side}{pair}") for side in ("base", "new")} for pair in range(3)
@@ -161,6 +165,8 @@ def test_pairs_are_loaded_together_and_timed_one_after_the_other(monkeypatch: py
         *((name, what) for name in together for what in ("SIGCONT", "allowed")),
         *((name, "gone") for name in reversed(together)),
     ]  # fmt: skip
+    # those that load together share the processors
+    assert Fake.threads == [4, 4, 4, 4, 8, 8]
     # the third pair is loaded by itself, behind the others
     assert Fake.told[: len(first)] == first and Fake.told[len(first)] == ("base2", "start")
     # checks take memory beside the times: one pair at once
@@ -320,6 +326,43 @@ def test_a_child_that_takes_too_long_is_ended(work: str, tmp_path: Path, monkeyp
     with pytest.raises(EnvironmentProblem, match="the child took more than 0 s"):
         run_child(job)
     assert time.monotonic() - begin < 30
+
+
+THREADS = """
+import os
+import torch
+from torch import nn
+
+def note(when):
+    with open(os.environ["THREADS_LOG"], "a") as file:
+        file.write(f"{when} {torch.get_num_threads()}\\n")
+
+class Noted(nn.Linear):
+    def forward(self, x):
+        note("call")
+        return super().forward(x)
+
+def make():
+    note("load")
+    return Noted(4, 4), torch.randn(2, 4)
+"""
+
+
+@pytest.mark.parametrize(("threads", "load"), [(1, 1), (0, 2), (64, 2)])
+def test_threads_are_fewer_until_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, load: int
+) -> None:
+    """Of eight processes on 16 cores each ran 16 threads; what is timed has what its user has."""
+    (tmp_path / "noted.py").write_text(THREADS)
+    monkeypatch.setenv("THREADS_LOG", str(tmp_path / "log"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        side.measure_side(Task(f"{tmp_path}/noted.py:make", "cpu", 0.01, threads=threads))
+    finally:
+        torch.set_num_threads(before)
+    rows = [row.split() for row in (tmp_path / "log").read_text().splitlines()]
+    assert rows[0] == ["load", str(load)] and {count for what, count in rows if what == "call"} == {"2"}
 
 
 STANDS = """

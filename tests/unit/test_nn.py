@@ -135,6 +135,56 @@ def test_gemma_adds_the_one_in_float32(dtype: torch.dtype) -> None:
         assert torch.equal(made(x), module(x))
 
 
+class Patched(nn.RMSNorm):
+    """Its result depends on an attribute."""
+
+    gain: Any = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def test_a_proof_holds_for_the_same_settings_alone() -> None:
+    """One proof for the 105 norms of a Gemma, and none for a norm that differs in anything."""
+    for _ in range(2):
+        wnn.norm_from_module(Patched(24, eps=1e-6))
+    with pytest.raises(StepRefused, match="something else"):
+        other = Patched(24, eps=1e-6)
+        other.gain = 2.0
+        wnn.norm_from_module(other)
+    with pytest.raises(StepRefused, match="something else"):
+        other = Patched(24, eps=1e-6)
+        other.gain = torch.tensor(2.0)
+        wnn.norm_from_module(other)
+    with pytest.raises(StepRefused, match="something else"):
+        other = Patched(24, eps=1e-6)
+        other.forward = lambda x: 2 * x  # type: ignore[method-assign]
+        wnn.norm_from_module(other)
+    assert wnn.norm_from_module(Patched(24, eps=1e-3)).eps == 1e-3
+
+
+def test_a_class_whose_forward_was_replaced_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    wnn.norm_from_module(Patched(24, eps=1e-6))
+    monkeypatch.setattr(Patched, "forward", lambda self, x: 2 * x)
+    with pytest.raises(StepRefused, match="something else"):
+        wnn.norm_from_module(Patched(24, eps=1e-6))
+
+
+def test_a_proof_of_a_large_norm_runs_on_one_core() -> None:
+    """PyTorch shares work of more numbers out to all cores, which eight processes at a time wait for."""
+    seen: list[int] = []
+
+    class Large(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.numel())
+            return super().forward(x)
+
+    for size in (2048, 2304, 16_384, 50_000):
+        seen.clear()
+        wnn.norm_from_module(Large(size, eps=1e-6))
+        assert seen and all(count <= max(32_768, size) for count in seen)
+
+
 def test_a_norm_that_none_of_ours_computes_is_refused_for_its_first_difference() -> None:
     with pytest.raises(StepRefused, match="something else than RMSNorm"):
         wnn.norm_from_module(EpsOutside(24))

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,6 +81,8 @@ class Task:
         plan: the plan file to apply before timing; None times the workload's own model.
         check: after timing, also run the accuracy gate and the workload's quality check.
         copied: `spec` is the folder of a copy of a model in memory (`measure.copies`).
+        threads: of PyTorch until it is timed, at most; 0: all. Processes that load at the same time, each with as many
+            threads as there are processors, wait for threads that have none.
     """
 
     spec: str
@@ -89,6 +91,7 @@ class Task:
     plan: str | None = None
     check: bool = False
     copied: bool = False
+    threads: int = 0
 
 
 class SideReport(files.Model):
@@ -284,6 +287,11 @@ def _run_together(
     pairs: Sequence[Jobs], first: int, server: ForkServer | None, timeout: float | None
 ) -> list[dict[timing.Side, SideReport]]:
     """Load all sides of all pairs, then time one pair after the other."""
+    if any(job.task.device != "cpu" for jobs in pairs for job in jobs.values()):
+        share = max(1, torch.get_num_threads() // (2 * len(pairs)))
+        pairs = [
+            {side: job._replace(task=replace(job.task, threads=share)) for side, job in jobs.items()} for jobs in pairs
+        ]
     with contextlib.ExitStack() as stack:
         groups = [
             {

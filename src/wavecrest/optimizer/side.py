@@ -117,7 +117,9 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         RuleBroken: the answers break a rule of the gate that has no error to show, or the original was changed.
         ClockError: the times cannot be trusted.
     """
-    laps = Laps(now)
+    laps, threads = Laps(now), torch.get_num_threads()
+    if task.threads:
+        torch.set_num_threads(min(threads, task.threads))
     if task.copied:
         loaded = copies.load(Path(task.spec), task.device)
     else:
@@ -142,6 +144,7 @@ def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Tu
         model, applied = made.model, made.applied
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
         laps.end("steps")
+    torch.set_num_threads(threads)
     try:
         measured = time_buckets(loaded, model, task.seconds, now, turns, laps)
     except WavecrestError:
