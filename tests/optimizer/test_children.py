@@ -352,7 +352,7 @@ def make():
 def test_threads_are_fewer_until_the_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, load: int
 ) -> None:
-    """Of eight processes on 16 cores each ran 16 threads; what is timed has what its user has."""
+    """A timed call has as many as its user's. Eight processes that loaded on 16 cores had 16 each."""
     (tmp_path / "noted.py").write_text(THREADS)
     monkeypatch.setenv("THREADS_LOG", str(tmp_path / "log"))
     before = torch.get_num_threads()
@@ -378,7 +378,7 @@ def make(device):
 
 
 def test_a_child_that_stands_still_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that waited for a lock held a run until its starter was killed, and nobody knew for which."""
+    """Without the place nobody knew why a run went on until its starter was killed."""
     (tmp_path / "stands.py").write_text(STANDS)
     now, begun = time.monotonic, tmp_path / "begun"
     # the time is over once it stands, however long imports take
