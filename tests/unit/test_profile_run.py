@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,26 @@ def test_a_model_that_raises_is_named_with_its_bucket() -> None:
     broken = from_example(nn.Linear(4, 4), Buckets(good=torch.randn(1, 4), bad=torch.randn(1, 5)))
     with pytest.raises(WorkloadError, match=r"bucket bad.*RuntimeError"):
         profile.profile_workload(broken, calls=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "wall", "calls", "traced"),
+    [("cuda:0", 9.0, None, 5), ("cuda:0", 11.0, None, 2), ("cpu", 11.0, None, 5), ("cuda:0", 11.0, 4, 4)],
+)
+def test_of_a_long_call_on_a_gpu_fewer_are_traced(
+    monkeypatch: pytest.MonkeyPatch, workload: Workload, device: str, wall: float, calls: int | None, traced: int
+) -> None:
+    """The events of five calls of an xLSTM in eager took 10 s to read."""
+    seen: list[int] = []
+    monkeypatch.setattr(profile, "_wall", lambda work, where, count: wall)
+    monkeypatch.setattr(profile, "_export", lambda work, where, count, path: seen.append(count))
+    monkeypatch.setattr(profile.trace, "load", lambda path, own: [])
+    monkeypatch.setattr(profile.trace, "summarize", lambda events, ceilings: None)
+    monkeypatch.setattr(profile, "_profile", lambda *_: None)
+    other: Any = SimpleNamespace(device=device, buckets=workload.buckets)
+    monkeypatch.setattr(profile, "Call", lambda *_: None)
+    profile.profile_workload(other, calls=calls, ceilings=CEILINGS)
+    assert seen == [traced, traced]
 
 
 def test_at_least_one_call_is_needed(workload: Workload) -> None:

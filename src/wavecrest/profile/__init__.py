@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["datasheet", "measure_ceilings", "profile_workload", "record", "trace_name"]
 
 
+# calls that are timed and traced by default. A call of 10 ms on a GPU has thousands of ops and kernels where it waits
+# for the host, and their events took 5 to 10 s to read (an xLSTM in eager, H200, 2026-11-27, no record); kernels take
+# the same time in each call
+CALLS, CALLS_OF_LONG, LONG_MS = 5, 2, 10.0
+
+
 def trace_name(bucket: str) -> str:
     """The file name of a bucket's Chrome trace."""
     return f"trace_{re.sub(r'[^A-Za-z0-9._-]+', '-', bucket)}.json"
@@ -37,7 +43,7 @@ def profile_workload(
     workload: Workload,
     *,
     function: Callable[..., Any] | None = None,
-    calls: int = 5,
+    calls: int | None = None,
     ceilings: records.Ceilings | None = None,
     traces: Path | None = None,
 ) -> list[records.BucketProfile]:
@@ -46,7 +52,7 @@ def profile_workload(
     Args:
         function: called instead of the workload's model (a compiled or captured one).
         calls: steady calls, first timed without the profiler, then traced; wall time comes from the untraced ones,
-            because tracing slows the host.
+            because tracing slows the host. None: CALLS, and of a long call on a GPU CALLS_OF_LONG are traced.
         ceilings: peaks that percentages of the roofline refer to; None takes the device's datasheet, if known.
         traces: folder that keeps the Chrome traces, one file a bucket (`trace_name`); None discards them.
 
@@ -54,7 +60,7 @@ def profile_workload(
         InvalidArgument: `calls` is below 1.
         WorkloadError: the model raised.
     """
-    if calls < 1:
+    if calls is not None and calls < 1:
         raise InvalidArgument(f"profile_workload needs at least one call, not {calls}")
     device = workload.device
     known = ceilings if ceilings is not None else datasheet(hardware.detect(device))
@@ -64,11 +70,12 @@ def profile_workload(
             path = (traces if traces is not None else Path(scratch)) / trace_name(bucket)
             work = Call(workload, bucket, function)
             try:
-                wall_ms = _wall(work, device, calls)
-                _export(work, device, calls, path)
+                wall_ms = _wall(work, device, calls or CALLS)
+                is_long = device != "cpu" and wall_ms >= LONG_MS
+                _export(work, device, calls or (CALLS_OF_LONG if is_long else CALLS), path)
             except Exception as error:
                 raise WorkloadError(f"bucket {bucket}: the model raised {type(error).__name__}: {error}") from error
-            found.append(_profile(bucket, wall_ms, trace.summarize(trace.load(path), ceilings=known)))
+            found.append(_profile(bucket, wall_ms, trace.summarize(trace.load(path, own=True), ceilings=known)))
     return found
 
 
