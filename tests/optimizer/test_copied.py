@@ -56,6 +56,15 @@ class Vision(nn.Module):
         return nn.functional.scaled_dot_product_attention(*[self.two(self.act(self.one(x)))[:, None]] * 3)
 
 
+def speech() -> nn.Module:
+    layers = nn.Sequential(nn.Conv1d(16, 24, 3, 2, bias=False), nn.GELU(), nn.Conv1d(24, 16, 2, 2))
+    return layers
+
+
+def sound(_model: nn.Module) -> Params:
+    return {"input": torch.linspace(-1, 1, 2 * 16 * 21).view(2, 16, 21)}
+
+
 def vision() -> nn.Module:
     return Vision()
 
@@ -167,6 +176,7 @@ CASES: dict[str, Case] = {
     "replace_moe": Case(
         language("Mixtral"), tokens, [("replace_moe", {"sites": ["model.layers.0.mlp.experts"]})]
     ),
+    "window_conv": Case(speech, sound, [("window_conv", {"sites": ["0", "2"]})]),
     "replace_xlstm": Case(recurrent, tokens, [("replace_xlstm", {"sites": ["backbone"]})]),
     "replace_norm": of_llama("replace_norm", sites=NORMS),
     "replace_activation": of_llama("replace_activation", sites=["model.layers.0.mlp"]),

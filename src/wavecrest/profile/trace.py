@@ -7,7 +7,6 @@ and `cuda_driver` launches (ROCm uses the same words), `cpu_op` with its input s
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +104,7 @@ def load(path: Path, *, own: bool = False) -> list[Event]:
     """
     text = decode.read_text(path, what="trace", most=MOST_BYTES)
     try:
-        document = json.loads(text) if own else decode.json_of(text, finite=False)
+        document = decode.own_json_of(text) if own else decode.json_of(text, finite=False)
     except ValueError as error:
         raise RecordError(f"cannot read the trace {decode.shown(path)}: {error}") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document

@@ -195,6 +195,18 @@ def _check_names(root: Any, module: Any) -> None:
             left += node.value
 
 
+def own_json_of(text: str) -> Any:
+    """The value of JSON that this process has just written: a trace has millions of values, which are not checked.
+
+    Raises:
+        Undecodable: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise Undecodable(f"not JSON at line {problem.lineno}: {problem.msg}") from None
+
+
 def toml_of(text: str) -> dict[str, Any]:
     """The tables of TOML.
 

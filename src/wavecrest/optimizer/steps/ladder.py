@@ -48,6 +48,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.route_linear import RouteLinear
     from wavecrest.optimizer.steps.tunable_op import TunableOp
     from wavecrest.optimizer.steps.unpad import Unpad
+    from wavecrest.optimizer.steps.window_conv import WindowConvolution
 
     steps: list[Step] = [
         EnvironmentStep(),
@@ -58,6 +59,7 @@ def _steps() -> dict[str, Step]:
         FoldBatchNorm(),
         CompileEpilogues(),
         PatchConvolution(),
+        WindowConvolution(),
         PackHeads(),
         *precision_steps(),
         *attention_steps(),
