@@ -128,8 +128,9 @@ def zeros() -> Planted:
     return around(torch.zeros_like)
 
 
-@cheat("accuracy")
+@cheat("accuracy or variation")
 def uninitialized_memory() -> Planted:
+    """It may be memory that holds the right answer, as that of the cheat below."""
     return around(torch.empty_like)
 
 

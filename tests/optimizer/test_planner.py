@@ -160,7 +160,7 @@ def test_a_refused_capture_is_tried_with_a_compilation_of_its_own(run: Run) -> N
     assert second.expected_seconds is not None and second.expected_seconds > 15.0
     assert second.chosen.startswith(f"{second.predicted:.2f}× predicted for ") and "again" not in second.chosen
     compiled = next(row for row in rows if row.id == "compile:default")
-    assert (compiled.verdict, compiled.reason) == ("skipped", "the model is compiled so already")
+    assert (compiled.verdict, compiled.reason) == ("skipped", "the model is compiled so already, for its capture")
 
 
 def test_a_capture_that_compilation_does_not_help_leaves_the_compilation(

@@ -185,6 +185,13 @@ def test_a_proof_of_a_large_norm_runs_on_one_core() -> None:
         assert seen and all(count <= max(32_768, size) for count in seen)
 
 
+def test_a_norm_without_a_weight_that_computes_something_else_is_refused() -> None:
+    for module in (Clamped(24, eps=1e-6, elementwise_affine=False), EpsOutside(24)):
+        with pytest.raises(StepRefused, match="something else than RMSNorm"):
+            wnn.norm_from_module(module)
+    assert wnn.norm_from_module(nn.RMSNorm(24, eps=1e-6, elementwise_affine=False)).weight is None
+
+
 def test_a_norm_that_none_of_ours_computes_is_refused_for_its_first_difference() -> None:
     with pytest.raises(StepRefused, match="something else than RMSNorm"):
         wnn.norm_from_module(EpsOutside(24))

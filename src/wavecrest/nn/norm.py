@@ -118,9 +118,10 @@ class GemmaRMSNorm(_Norm):
         Raises:
             StepRefused: the module computes something else, or has hooks.
         """
-        size = _size(module)
-        weight = module.weight
-        made = cls(size, _eps(module), device=weight.device if isinstance(weight, Tensor) else None)
+        size, weight = _size(module), getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise StepRefused(f"{type(module).__name__} has no weight")
+        made = cls(size, _eps(module), device=weight.device)
         _adopt(made, module, "weight")
         _prove(module, made, size)
         return made

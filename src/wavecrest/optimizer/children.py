@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from wavecrest.measure.workload import Workload
 
 # seconds that a child may take; where it is known what it should take, this many times that, and some more: a child
-# that stood still held a run of 90 s for 200 s, until its starter was ended (one H200, 2026-11-27)
+# that stood still held a run of 90 s for 200 s, until its starter was ended (one H200, 2026-11-27,
+# evidence/nvidia-h200/2026-11-27_zoo_seventh_gpu_0.jsonl.gz)
 CHILD_TIMEOUT = 1800.0
 CHILD_FACTOR, CHILD_MORE = 4.0, 30.0
 # seconds for a child that stands still to write where it does, and lines of that in an error

@@ -340,6 +340,7 @@ class Planner:
         begin = run.now()
         context.ties = self._ties
         context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
+        context.compiled_by_capture = self._compiled and not run.ledger.applied.only("compile").steps
         context.uncapturable = self._is_uncapturable
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))

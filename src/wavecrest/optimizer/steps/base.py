@@ -96,6 +96,8 @@ class StepContext:
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
     captured: bool = False
+    # whether it is the capture that compiles, by the default preset
+    compiled_by_capture: bool = False
     # whether a capture of the model as it is was refused, and nothing has been compiled
     uncapturable: bool = False
     # whether layer norms of the model with the steps kept so far are kernels of wavecrest

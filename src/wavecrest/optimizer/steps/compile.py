@@ -78,8 +78,8 @@ class Compile(Step):
                 note="an answer that the caller holds is overwritten by the next call (rule held); graph capture "
                 "replays the compiled model too, and copies answers out",
             )
-        if self.preset.name == "default" and context.compiled:
-            return Found((), note="the model is compiled so already")
+        if self.preset.name == "default" and context.compiled_by_capture:
+            return Found((), note="the model is compiled so already, for its capture")
         return Found(("model",), {"preset": self.preset.name, **mask_params(context)}, self.preset.why)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
