@@ -163,11 +163,20 @@ def test_a_proof_holds_for_the_same_settings_alone() -> None:
     assert wnn.norm_from_module(Patched(24, eps=1e-3)).eps == 1e-3
 
 
-def test_a_class_whose_forward_was_replaced_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value"), [("forward", lambda self, x: 2 * x), ("gain", 2.0)])
+def test_a_class_that_was_changed_is_proven_anew(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wnn.norm_from_module(Patched(24, eps=1e-6))
-    monkeypatch.setattr(Patched, "forward", lambda self, x: 2 * x)
+    monkeypatch.setattr(Patched, name, value)
     with pytest.raises(StepRefused, match="something else"):
         wnn.norm_from_module(Patched(24, eps=1e-6))
+
+
+def test_a_part_of_a_norm_that_was_replaced_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _transformers_norm("Gemma3RMSNorm")
+    wnn.norm_from_module(module)
+    monkeypatch.setattr(type(module), "_norm", lambda self, x: 2 * x)
+    with pytest.raises(StepRefused, match="something else"):
+        wnn.norm_from_module(module)
 
 
 def test_a_proof_of_a_large_norm_runs_on_one_core() -> None:

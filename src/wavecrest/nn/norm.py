@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,8 @@ PROBE_ROWS, PROBE_NUMBERS = (3, 5), 32_768
 PROBE_LIMIT = 1e-5
 
 
+# values by which modules and classes can be compared
+PLAIN, CALLED = (bool, int, float, str, NoneType), (FunctionType, property, staticmethod, classmethod)
 # by class and settings, what a proof found
 _PROVEN: WeakKeyDictionary[type[nn.Module], dict[tuple[object, ...] | None, str]] = WeakKeyDictionary()
 
@@ -330,15 +333,20 @@ def _disagreement(module: nn.Module, made: nn.Module, size: int) -> str:
 def _settings(module: nn.Module, made: nn.Module) -> tuple[object, ...] | None:
     """All that a norm's result depends on beside its input and parameters; None where that is not known.
 
-    Known are plain values as attributes, without buffers, submodules or a forward of the module's own.
+    Known are plain values as attributes of the module and its classes, and the functions of these; not a module with
+    buffers, submodules or a forward of its own.
     """
     if module._buffers or module._modules:
         return None
     values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    if not all(isinstance(value, (bool, int, float, str, tuple, NoneType)) for value in values.values()):
+    if not all(isinstance(value, (*PLAIN, tuple)) for value in values.values()):
         return None
     shapes = {name: None if one is None else tuple(one.shape) for name, one in module._parameters.items()}
-    return type(module).forward, type(made), repr(sorted(values.items())), repr(sorted(shapes.items()))
+    kinds = itertools.takewhile(lambda kind: kind is not nn.Module, type(module).__mro__)
+    shared = tuple(
+        (name, value) for kind in kinds for name, value in vars(kind).items() if isinstance(value, (*PLAIN, *CALLED))
+    )
+    return type(made), shared, repr(sorted(values.items())), repr(sorted(shapes.items()))
 
 
 def _float_copy(module: nn.Module) -> nn.Module:
