@@ -17,6 +17,7 @@ from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, s
 
 STEP = step_by_id("replace_xlstm")
 IDS = tokens(2, 37)
+GPU = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
 
 
 def find(model: nn.Module) -> Found:
@@ -62,7 +63,7 @@ def test_compiled_it_is_one_graph() -> None:
     torch.testing.assert_close(logits(compiled, use_cache=False), logits(made, use_cache=False), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["class", "hook"])
+@pytest.mark.parametrize("change", ["class", "hook", "forward", "class inside"])
 def test_parts_that_compute_something_else_are_refused(change: str) -> None:
     model = native()
     part = model.backbone.blocks[1].ffn
@@ -74,12 +75,34 @@ def test_parts_that_compute_something_else_are_refused(change: str) -> None:
                 return made
 
         part.__class__ = Doubled
+    elif change == "forward":
+        part.forward = lambda x: 2 * x
+    elif change == "class inside":
+        part.proj_up.__class__ = type("Odd", (nn.Linear,), {"__module__": "elsewhere"})
     else:
         part.register_forward_hook(lambda _module, _args, output: 2 * output)
-    with pytest.raises(StepRefused, match="ffn in a block of backbone"):
+    with pytest.raises(StepRefused, match=r"ffn(.proj_up)? in a block of backbone"):
         find(model)
-    with pytest.raises(StepRefused, match="ffn in a block of backbone"):
+    with pytest.raises(StepRefused, match=r"ffn(.proj_up)? in a block of backbone"):
         STEP.apply(structural_copy(model), {"sites": ["backbone"]})
+
+
+@pytest.mark.parametrize("other", ["replace_norm", "fuse_parallel"])
+def test_it_goes_before_steps_that_change_its_layers(other: str) -> None:
+    """Behind them it is refused, and they take what it makes."""
+    model = native()
+    step, found = step_by_id(other), find(model)
+    assert STEP.id in step.tried_after
+    workload = from_example(model, {"input_ids": IDS, "use_cache": False})
+    changed = step.find(StepContext(workload, GPU, model=structural_copy(model)))
+    behind = build(model, AppliedSteps().plus(step, changed.params))
+    with pytest.raises(StepRefused, match="is not transformers' own"):
+        STEP.find(StepContext(workload, GPU, model=behind))
+    made = build(model, AppliedSteps().plus(STEP, found.params))
+    later = step.find(StepContext(workload, GPU, model=structural_copy(made)))
+    if later.sites:
+        both = build(model, AppliedSteps().plus(STEP, found.params).plus(step, later.params))
+        torch.testing.assert_close(logits(both), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_other_models_have_no_sites() -> None:

@@ -18,9 +18,9 @@ from wavecrest.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 # probe scales: at 1 the weight decides, at 1e-3 eps does, at 100 a clamp of the input shows
 PROBE_SCALES = (1.0, 1e-3, 100.0)
-# rows of a probe in two dimensions, and its numbers at most: PyTorch runs more than that on all cores, and eight
-# processes that did so at the same time on 16 cores took over 87 s for the norms of a Gemma 2 2B (2026-11-27,
-# evidence/nvidia-h200/2026-11-27_zoo_eighth_gpu_0.jsonl.gz)
+# rows of a probe in two dimensions, and its numbers at most: PyTorch runs more than that on all cores. On 16 cores
+# a process that proved the norms of a Gemma 2 2B, beside three others that did and four that loaded, was not done after
+# 87 s (2026-11-27, evidence/nvidia-h200/2026-11-27_zoo_eighth_gpu_0.jsonl.gz)
 PROBE_ROWS, PROBE_NUMBERS = (3, 5), 32_768
 # largest error on a float32 probe, over the largest value
 PROBE_LIMIT = 1e-5

@@ -72,7 +72,7 @@ class Compile(Step):
             return Found((), note=f"not tried on {context.device.vendor}")
         if self.preset.mode == "reduce-overhead":
             # refused by the gate in 15 of 15 trials of 2026-11-26 and 2026-11-27, after up to 19 s each
-            # (evidence/nvidia-h100/2026-11-26_zoo_models.jsonl.gz, evidence/nvidia-h200/2026-11-27_zoo_*.jsonl.gz)
+            # (evidence/nvidia-h100/2026-11-26_*.jsonl.gz, evidence/nvidia-h200/2026-11-2[67]_*.jsonl.gz)
             return Found(
                 (),
                 note="an answer that the caller holds is overwritten by the next call (rule held); graph capture "

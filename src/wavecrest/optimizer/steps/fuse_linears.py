@@ -176,6 +176,8 @@ class FuseLinears(Step):
     names: ClassVar[tuple[tuple[str, ...], ...]]
     level = 3
     params_type = Groups
+    # it takes layers as transformers made them
+    tried_after = ("replace_xlstm",)
 
     def groups(self, model: nn.Module, watched: Callable[[], Watched]) -> Grouped:
         """Groups of layers, and reasons why look-alikes were left out; `watched` runs a forward where none was yet."""

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from wavecrest.records import BucketProfile
 
-# the part of a fused norm's time that one pass over memory saves: 20 trials of 12 models on an H200 and an H100 were
-# off by 0.035 of the logarithm with it, by 0.047 with 0.3 (evidence/nvidia-h200/2026-11-27_zoo_*.jsonl.gz,
-# evidence/nvidia-h100/2026-11-26_zoo_models.jsonl.gz). Where the model waits for the host nothing is saved
+# the part of a fused norm's time that one pass over memory saves: 22 trials of 13 models on H200s, which it was fitted
+# on, were off by 0.032 of the logarithm with it, by 0.046 with 0.3 (evidence/nvidia-h200/2026-11-2[67]_zoo_*.jsonl.gz).
+# Where the model waits for the host nothing is saved
 FUSED_GAIN = 0.55
 # a norm of elementwise operations is eight kernels (to float32, square, mean, + ε, 1/√, ×, back, × weight), of which
 # these three tell it from other work: a profile has 2.5 times their time as norms, and one kernel of eight is left
@@ -31,6 +31,8 @@ class ReplaceNorm(Step):
     level = 4
     params_type = Sites
     cures = ("norms",)
+    # it replaces norms itself, and takes layers as transformers made them
+    tried_after = ("replace_xlstm",)
 
     def find(self, context: StepContext) -> Found:
         """Norm modules that prove, on a probe, to compute what our module computes."""

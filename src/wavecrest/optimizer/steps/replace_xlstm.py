@@ -12,6 +12,8 @@ from wavecrest.optimizer.steps.params import Sites
 if TYPE_CHECKING:
     from torch import nn
 
+# where the classes of its parts come from: package xlstm, where it is installed
+OWN = ("transformers.", "torch.nn.", "xlstm.")
 # parts of the time of elementwise work and copies, and of norms, that go, by guess
 PASSES_GAIN, NORM_GAIN = 0.6, 0.5
 
@@ -59,7 +61,7 @@ class ReplaceXlstm(Step):
         """Patch each xLSTM in place.
 
         Raises:
-            StepRefused: a site is no xLSTM of transformers, or has parts of another class or with hooks.
+            StepRefused: a site is no xLSTM of transformers, or has parts of another class or with code of their own.
         """
         from wavecrest.models.xlstm.transformers import patch_transformers_xlstm
 
@@ -73,11 +75,11 @@ class ReplaceXlstm(Step):
 
 
 def _check_own(path: str, backbone: Any) -> None:
-    """Refuse parts that compute something else: of a class that is not transformers', or with hooks."""
+    """Refuse parts that may compute something else: of another package's class, with hooks or their own forward."""
     for block in getattr(backbone, "blocks", ()):
-        for name, part in block.named_children():
-            kind = type(part)
-            if not kind.__module__.startswith("transformers."):
-                raise StepRefused(f"{name} in a block of {path or 'the model'} is a {kind.__name__}, not transformers'")
-            if watched(part):
-                raise StepRefused(f"{name} in a block of {path or 'the model'} has hooks")
+        for name, part in (row for row in block.named_modules() if row[0]):
+            kind, where = type(part), f"{name} in a block of {path or 'the model'}"
+            if not kind.__module__.startswith(OWN):
+                raise StepRefused(f"{where} is a {kind.__name__}, which is not transformers' own")
+            if watched(part) or "forward" in vars(part):
+                raise StepRefused(f"{where} has hooks, or a forward of its own")
