@@ -12,8 +12,8 @@ import signal
 import statistics
 import time
 import types
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ WAVECREST = "wavecrest"
 # random weights may differ by more between two right orders of rounding: there a peer may be this many times as far
 # from eager as eager is from the same model in higher precision
 MOST_ERROR, TIMES_EAGERS = 0.1, 3.0
+Shape = Sequence[int]
 # verdicts that say something of a step: the rest had nothing to change
 TOLD = ("kept", "reverted", "tie", "refused")
 
@@ -100,6 +101,36 @@ def _described(entry: Entry, loaded: Workload, *, tiny: bool) -> Row:
     }  # fmt: skip
 
 
+def _attention_flops(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+    """FLOPs of q·kᵀ and of p·v, from [batch, heads, tokens, head_dim]; fewer heads of k and v than of q are shared."""
+    batch, heads, tokens, _head_dim = query
+    return 2 * batch * heads * tokens * key[-2] * (query[-1] + value[-1])
+
+
+def _flops(loaded: Workload, bucket: str) -> int:
+    """FLOPs of one call.
+
+    PyTorch's counter knows neither the fused layer of nn.TransformerEncoder, nor a library's LSTM, nor attention whose
+    query heads share keys: the first two are called as the products that they are made of.
+    """
+    aten = torch.ops.aten
+    fused = (
+        aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+    )  # fmt: skip
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(fused, _attention_flops))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
+        if any(isinstance(module, nn.RNNBase) for module in loaded.model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(counter)
+        loaded.run(bucket)
+    return counter.get_total_flops()
+
+
 def bound(loaded: Workload, ceilings: Ceilings) -> Row:
     """The roofline of one call: the longer of its GEMMs', convolutions' and attentions' FLOPs at the measured peak, and
     of reading the weights and what the call is given once at the measured bandwidth.
@@ -108,16 +139,13 @@ def bound(loaded: Workload, ceilings: Ceilings) -> Row:
     attention count as FLOPs. Experts count as read, and their FLOPs where PyTorch's counter knows the operation.
     """
     (bucket,) = loaded.buckets
-    counter = FlopCounterMode(display=False)
-    with counter:
-        loaded.run(bucket)
+    flops = _flops(loaded, bucket)
     state = {id(tensor): tensor for tensor in (*loaded.model.parameters(), *loaded.model.buffers())}
     modules = list(loaded.model.modules())
     used = {id(tensor) for module in modules if isinstance(module, nn.Linear) for tensor in module.parameters()}
     tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)} - used
     state |= {id(tensor): tensor for _, tensor in loaded.buckets[bucket].tensors()}
     size = sum(tensor.numel() * tensor.element_size() for key, tensor in state.items() if key not in tables)
-    flops = counter.get_total_flops()
     peak = ceilings.peak.get(loaded.dtype, math.nan)
     times = {"compute": flops / peak / 1e9, "memory": size / ceilings.bandwidth / 1e6}
     limit = max(times, key=lambda kind: times[kind])

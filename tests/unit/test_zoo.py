@@ -239,6 +239,29 @@ def test_the_bound_is_of_products_or_of_weights() -> None:
     assert row["limit"] == "memory" and row["ms"] == pytest.approx(size / 1e-3 / 1e9 * 1e3, rel=1e-4)
 
 
+class Shared(nn.Module):
+    """Four heads of queries that share two of keys and values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = x.unflatten(-1, (4, 8)).transpose(1, 2), x[..., :16].unflatten(-1, (2, 8)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "flops"),
+    [
+        # four projections and two wide layers for each of 2 x 16 tokens, and all pairs of tokens twice
+        (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2 * 32 * 8 * 32 * 32 + 4 * 2 * 16 * 16 * 32),
+        (nn.LSTM(32, 16, batch_first=True, bidirectional=True), 2 * 32 * 2 * 4 * 16 * (32 + 16)),
+        (Shared(), 4 * 2 * 16 * 16 * 32),
+    ],
+    ids=["encoder", "lstm", "shared"],
+)
+def test_flops_of_fused_layers_are_counted(model: nn.Module, flops: int) -> None:
+    made = from_example(model, torch.zeros(2, 16, 32))
+    assert measure.bound(made, Ceilings(source="", bandwidth=1.0, peak={"float32": 1.0}))["flops"] == flops
+
+
 def test_networks_of_images_are_known() -> None:
     assert peers.is_convolutional(Blocks(peers.CONVOLUTIONS)) and not peers.is_convolutional(Blocks(1))
     model = Blocks(8).eval()
