@@ -29,7 +29,7 @@ from wavecrest.errors import InvalidArgument, OutputError
 __all__ = ["Settings", "current", "update", "using"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-Precision = Literal["ieee", "tf32", "bf16", "fp16"]
+Precision = Literal["ieee", "tf32", "tf32x3", "bf16", "fp16"]
 
 LEVELS: dict[str, int] = {name: getattr(logging, name.upper()) for name in get_args(LogLevel)}
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -108,9 +108,9 @@ def update(
             "debug" also why other backends were not chosen. Goes to standard error where logging has no handler.
         precision: of float32 tensors in `wavecrest.matmul`, `linear`, `conv2d` and `attention`, and in `wavecrest.nn`'s
             Linear, Conv2d, Attention and MultiheadAttention. "ieee": float32. "tf32": GEMMs may round their arguments
-            to 10 bits of mantissa. "bf16", "fp16": arguments are rounded to 16 bits at each call; sums and the result
-            of GEMMs are float32, the result of conv2d and attention is rounded to 16 bits and returned as float32.
-            `wavecrest.ops` and other dtypes are as they were.
+            to 10 bits of mantissa. "tf32x3": they may make a product of three of those. "bf16", "fp16": arguments are
+            rounded to 16 bits at each call; sums and the result of GEMMs are float32, the result of conv2d and
+            attention is rounded to 16 bits and returned as float32. `wavecrest.ops` and other dtypes are as they were.
         strict: "off", "warn" or "error" at a call without a measured row of its own (`registry.strict`).
         deterministic: PyTorch runs deterministic algorithms only, cuDNN picks none by timing, and the user's database
             of measured rows does not decide: processes on GPUs of one architecture choose the same kernels. (One call

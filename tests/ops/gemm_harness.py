@@ -410,8 +410,8 @@ def bound_of(backend: str, call: GemmCall) -> dict[str, float]:
         blocks |= call.scale_b.shape not in ((call.b.shape[-1],), (1, call.b.shape[-1]))
     sums = unit = 0.0 if call.a.dtype == I8 and not blocks else 2.0**-24
     shrink = 0.0
-    if call.precision == "tf32" and call.a.dtype == F32:
-        unit = numerics.PRODUCT_UNITS["tf32"]
+    if call.a.dtype == F32:
+        unit = numerics.PRODUCT_UNITS[call.precision]
     if call.a.is_cuda:
         # sm_90 keeps 14 bits of sums of 8-bit floats: of 128 products, unless more are asked for; PyTorch may add parts
         # of 16-bit products in their own type
@@ -546,6 +546,7 @@ def _out_scale(device: str) -> dict[str, Any]:
 TYPES: dict[str, Callable[..., GemmCall]] = {
     "fp32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d),
     "tf32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, precision="tf32"),
+    "tf32x3": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, precision="tf32x3"),
     "fp16": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d),
     "bf16": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d),
     "bf16-fp32": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d, out_dtype=F32),

@@ -480,7 +480,7 @@ def test_the_same_bits_whatever_memory_held(backend: str, config: Config) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 4096, 14336), (300, 1000, 2056)], ids=shape_id)
-@pytest.mark.parametrize("kind", ["bf16", "fp32", "tf32", "int8", "e4m3", "bf16-weight-int8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "tf32", "tf32x3", "int8", "e4m3", "bf16-weight-int8"])
 def test_own_configurations_on_layers(kind: str, shape: tuple[int, int, int]) -> None:
     M, N, K = shape
     like = TYPES[kind](4, "cuda")

@@ -123,7 +123,7 @@ BAD = {
     "out_scale-dtype": _bad(r"out_scale must be float32 \[\]", out_dtype=E4M3, out_scale=_t(1, dtype=F16)),
     "out_scale-number": _bad(r"out_scale must be float32 \[\]", out_dtype=I8, out_scale=2.0),
     "out_scale-device": _bad(r"out_scale must be float32 \[\]", out_dtype=I8, out_scale=_t(1).to("meta")),
-    "precision": _bad("precision takes ieee, tf32, fast_accum, not 'high'", precision="high"),
+    "precision": _bad("precision takes ieee, tf32, tf32x3, fast_accum, not 'high'", precision="high"),
     "precision-of-floats": _bad("precision fast_accum is for 8-bit floats, not torch.float32", precision="fast_accum"),
     "precision-of-integers": _bad("is for 8-bit floats, not torch.int8", _A8, _B8, precision="fast_accum"),
     "norm-length": _bad(r"norm_weight must be floating-point \[8\] on cpu", norm_weight=_t(6)),

@@ -22,6 +22,7 @@ from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, g
 
 STEP = step_by_id("choose_linear")
 GPU = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
+AMD = hardware.Device("cuda", 0, "gfx942", "pretended", 304, 1 << 30, "hip")
 
 
 @pytest.fixture(autouse=True)
@@ -204,8 +205,27 @@ def test_wide_layers_of_fused_projections() -> None:
 
 def test_on_a_gpu_layers_without_activation_are_left_to_measured_rows() -> None:
     workload = from_example(Mlp(nn.GELU()).eval(), torch.randn(3, 5, 8))
-    assert rows(find(workload, GPU)) == [("fc1", "act", "gelu")]
-    assert "no linear layer" in find(from_example(nn.Linear(4, 4), torch.randn(1, 4)), GPU).note
+    assert rows(find(workload, AMD)) == [("fc1", "act", "gelu")]
+    assert "no linear layer" in find(from_example(nn.Linear(4, 4), torch.randn(1, 4)), AMD).note
+
+
+def test_float32_on_nvidia_is_three_products_of_tf32() -> None:
+    workload = from_example(Mlp(nn.GELU()).eval(), torch.randn(3, 5, 8))
+    found = find(workload, GPU)
+    assert rows(found) == [("fc1", "act", "gelu"), ("fc2", "", "")]
+    assert [row["precision"] for row in found.params["layers"]] == ["tf32x3", "tf32x3"]
+    assert "2 in three products of tf32 for one of float32" in found.note
+    made = build(workload.model, AppliedSteps().plus(STEP, found.params))
+    assert repr(made.get_submodule("fc2")).endswith("by onednn in tf32x3)")
+    half = from_example(Mlp(nn.GELU()).eval().bfloat16(), torch.randn(3, 5, 8).bfloat16())
+    assert [row["precision"] for row in find(half, GPU).params["layers"]] == ["ieee"]
+
+
+def test_the_hope_counts_float32_products_on_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = StepContext(from_example(Mlp(nn.GELU()).eval(), torch.randn(3, 5, 8)), GPU)
+    monkeypatch.setattr(StepContext, "share", lambda _self, kind: {"elementwise": 0.1, "gemm": 0.8}[kind])
+    ours, least = STEP.hope(context).ratio, STEP.hope(replace(context, device=AMD)).ratio
+    assert ours is not None and least is not None and ours > 1.5 > least
 
 
 def test_parameters_from_a_plan_are_checked() -> None:

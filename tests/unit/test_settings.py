@@ -49,7 +49,7 @@ def _child(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ("given", "said"),
     [
         ({"log_level": "loud"}, "log_level takes debug, info, warning, error, not 'loud'"),
-        ({"precision": "fp8"}, "precision takes ieee, tf32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision takes ieee, tf32, tf32x3, bf16, fp16"),
         ({"strict": "on"}, "strict takes off, warn, error"),
         ({"deterministic": 1}, "True or False, not 1"),
         ({"cache_size": 0}, "at least 1, not 0"),

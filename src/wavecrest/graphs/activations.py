@@ -48,9 +48,12 @@ def sites(graph: fx.Graph) -> Iterator[Site]:
 
 
 def name_of(call: GemmCall) -> str:
-    """The name under which a choice of backend is kept: activation, sizes, dtype, and whether there is a bias."""
-    bias = "" if call.bias is None else " bias"
-    return f"{call.activation or 'linear'} {call.M}x{call.K}x{call.columns} {dtype_name(call.a)}{bias}"
+    """The name under which a choice of backend is kept.
+
+    Activation, sizes, dtype, whether there is a bias, and the precision where it is not "ieee".
+    """
+    more = ("" if call.bias is None else " bias") + ("" if call.precision == "ieee" else f" {call.precision}")
+    return f"{call.activation or 'linear'} {call.M}x{call.K}x{call.columns} {dtype_name(call.a)}{more}"
 
 
 def call_of(site: Site) -> GemmCall | None:

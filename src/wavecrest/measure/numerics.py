@@ -189,7 +189,9 @@ def far_counts(out: Tensor, ref: Tensor, shares: tuple[float, ...], least: float
 
 
 # half a unit in the last place of a product, which is rounded before it is summed; sums are in float32
-PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11}
+# three products of tf32: each number is one of tf32 and a rest, which is cut to 10 bits as well, and the product of
+# rests is left out
+PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11, "tf32x3": 2.0**-21}
 
 
 def product_bound(
@@ -232,7 +234,7 @@ def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> tuple[fl
     Args:
         K: products a sum.
         a_bits: of an element.
-        precision: of 32-bit elements: "ieee", whose products no matrix unit makes, or "tf32".
+        precision: of 32-bit elements: "ieee", whose products no matrix unit makes, "tf32", or "tf32x3".
     """
     if a_bits == 32 and precision == "ieee":
         return 0.0, 0.0
@@ -243,4 +245,4 @@ def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> tuple[fl
         # each product is cut to a unit of the sum (sums of up to 16,384 positive products are within it, two thirds
         # of it at most: one H100, record 2026-11-26_gemm-accuracy_fp8)
         return K * unit / 2, cut
-    return cut + (2.0**-9 if a_bits == 32 else 0.0), cut
+    return cut + (2.0**-9 if a_bits == 32 and precision == "tf32" else 0.0), cut

@@ -73,6 +73,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """
 
     activation_name: str
+    # on a GPU too the modules of the layer are called: a step is looking for them
+    by_modules = False
 
     @classmethod
     def adopt(cls, layer: nn.TransformerEncoderLayer) -> None:
@@ -128,7 +130,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         one, two = self.linear1, self.linear2
         fuses = x.device.type in EPILOGUES and self.activation_name and type(one) is type(two) is nn.Linear
         # in autocast the residual is not of the GEMMs' dtype
-        if not fuses or in_autocast(x):
+        if not fuses or self.by_modules or in_autocast(x):
             return residual + cast(Tensor, two(self.activation(one(x))))
         inner = linear(x, one.weight, one.bias, activation=self.activation_name)
         return linear(inner, two.weight, two.bias, residual=residual)

@@ -30,13 +30,15 @@ class LinearFallback(UserWarning):
     """A linear layer runs on dispatch's choice, as the backend that was chosen for it refuses the call."""
 
 
-def linear_on(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str) -> Tensor:
-    """act(x @ weightᵀ + bias) by a backend of gemm, [..., K] to [..., N].
+def linear_on(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str, precision: str = "ieee"
+) -> Tensor:
+    """act(x @ weightᵀ + bias) by a backend of gemm, in its `precision`, [..., K] to [..., N].
 
     By dispatch's choice where that refuses, with a `LinearFallback` for each reason, once.
     """
     x, weight, bias = by_autocast(x, weight, bias)
-    call = linear_call(x, weight, bias, activation=activation)
+    call = linear_call(x, weight, bias, activation=activation, precision=precision)
     if torch.compiler.is_compiling():
         # asked first: Dynamo does not trace how Unsupported is made
         refusal = op.backends[backend].refuse(call)
@@ -71,20 +73,22 @@ class LinearOn(nn.Linear):
 
     activation: str | None
     backend: str
+    precision: str
 
     @classmethod
-    def adopt(cls, module: nn.Linear, activation: str | None, backend: str) -> None:
+    def adopt(cls, module: nn.Linear, activation: str | None, backend: str, precision: str = "ieee") -> None:
         """Turn an `nn.Linear` into this class, in place."""
         module.__class__ = cls
-        module.activation, module.backend = activation, backend  # type: ignore[assignment]
+        module.activation, module.backend, module.precision = activation, backend, precision  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features]."""
-        return linear_on(x, self.weight, self.bias, self.activation, self.backend)
+        return linear_on(x, self.weight, self.bias, self.activation, self.backend, self.precision)
 
     def extra_repr(self) -> str:
         act = f", {self.activation}" if self.activation else ""
-        return f"{super().extra_repr()}{act} by {self.backend}"
+        products = f" in {self.precision}" if self.precision != "ieee" else ""
+        return f"{super().extra_repr()}{act} by {self.backend}{products}"
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -16,6 +16,8 @@ Others = TypeVarTuple("Others")
 
 # dtypes that autocast casts
 CAST = (torch.float32, torch.float16, torch.bfloat16)
+# settings that are a `precision` of gemm too
+OF_GEMM = ("tf32", "tf32x3")
 ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +54,8 @@ def rounded(x: Any) -> torch.dtype | None:
 
 def of_gemm(x: Any) -> str:
     """The argument `precision` of a GEMM of x."""
-    return "tf32" if STATE.precision == "tf32" and isinstance(x, Tensor) and x.dtype == torch.float32 else "ieee"
+    asked = STATE.precision in OF_GEMM and isinstance(x, Tensor) and x.dtype == torch.float32
+    return STATE.precision if asked else "ieee"
 
 
 def in_16_bits(x: T, dtype: torch.dtype) -> T:

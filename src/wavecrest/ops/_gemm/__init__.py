@@ -54,7 +54,8 @@ def gemm(
         out_scale: float32 [], with an 8-bit `out_dtype`: the result is divided by it and saturates.
         alpha: a factor of a @ b.
         precision: "ieee". Of float32 also "tf32": a and b may be rounded to 10 mantissa bits or more, as the device
-            does it. Of 8-bit floats also "fast_accum": sums may have as few bits as the matrix unit keeps.
+            does it; or "tf32x3": a product may be three of tf32, of the numbers and of what rounding left of them. Of
+            8-bit floats also "fast_accum": sums may have as few bits as the matrix unit keeps.
         norm_weight: [K] of any floating dtype: a / sqrt(mean(a²) + norm_eps) · norm_weight, of each row in float32
             (RMSNorm; Zhang and Sennrich, 2019), takes a's place. For a of 16 bits or more without scale_a, and one
             matrix b. Kernels over tiles and PyTorch round to a's dtype once before they multiply.

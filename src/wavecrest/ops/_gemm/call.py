@@ -21,7 +21,7 @@ FORMATS = ("plain", "shuffled", "int4", "mxfp4")
 NIBBLES = ("int4", "mxfp4")
 # for 8-bit floats: sums may be those of a matrix unit that keeps fewer bits than float32 (PyTorch: use_fast_accum)
 FAST_ACCUM = "fast_accum"
-PRECISIONS = ("ieee", "tf32", FAST_ACCUM)
+PRECISIONS = ("ieee", "tf32", "tf32x3", FAST_ACCUM)
 # activations of the first half of the columns, times the second half
 GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
 # rows or columns of a block that shares a scale

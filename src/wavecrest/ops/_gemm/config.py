@@ -32,8 +32,10 @@ class Shape(NamedTuple):
     gated: bool = False
     # contiguous along K, or along the other dimension, and aligned: what tensor descriptors need
     has_descriptors: bool = False
-    # float32 that is not rounded before it is multiplied
+    # float32 that is not rounded before it is multiplied, where no matrix unit of NVIDIA takes it
     ieee: bool = False
+    # there it is three products of tf32
+    thrice: bool = False
     # bytes that one access to a and b may have
     access: int = 16
     # a is normalised by the kernel: one program has all of K
@@ -99,6 +101,11 @@ def _made(shape: Shape, arch: Arch | None, m: int, n: int, k: int, warps: int, s
 
 def _nvidia(shape: Shape, arch: Arch | None) -> Config:
     wide = max(shape.a_bits, 8)
+    if shape.thrice and not shape.gated and not 0 < shape.rows <= FEW_ROWS:
+        # 79 TFLOP/s at 2048 × 1024 × 1024, where 128 × 64 × 32 in 4 warps has 71 (one H200, 2026-11-27, no record)
+        if not 0 < shape.rows <= 128 and arch is not None and arch.lds_kib >= 224:
+            return _made(shape, arch, 128, 128, 64, 8, 3)
+        return _made(shape, arch, 64 if 0 < shape.rows <= 64 else 128, 64, 32, 4, 3)
     if shape.ieee:
         return _made(shape, arch, 16 if 0 < shape.rows <= FEW_ROWS else 64, 64, 32, 4, 3)
     if 0 < shape.rows <= FEW_ROWS:

@@ -72,10 +72,11 @@ def shape_of(key: Key) -> _config.Shape:
     normed = part["scales"].startswith("norm")
     walked = part["leading"] == 1 and part["batch"] == 0 and part["k"] > 0
     has_descriptors = access == 16 and plain and walked and not normed
-    ieee = a_bits == 32 and part["precision"] == "ieee"
+    thrice = a_bits == 32 and part["precision"] == "tf32x3"
+    ieee = a_bits == 32 and part["precision"] != "tf32"
     unit_sums = part["a"].startswith("float8") and part["b"].startswith("float8") and part["precision"] != FAST_ACCUM
     return _config.Shape(
         part["rows"], part["columns"], part["k"], a_bits, b_bits, max(1, part["batch"]), step,
-        part["activation"] in GATED, has_descriptors, ieee, access, normed, "tail" in part["form"],
+        part["activation"] in GATED, has_descriptors, ieee, thrice, access, normed, "tail" in part["form"],
         unit_sums,
     )  # fmt: skip

@@ -289,6 +289,16 @@ def adds_short(call: GemmCall, arch: Arch | None) -> bool:
     return arch is not None and arch.name == "sm_90" and call.a.dtype in FLOAT8 and call.b.dtype in FLOAT8
 
 
+def products(call: GemmCall, arch: Arch | None) -> str:
+    """How `tl.dot` multiplies: a name that is not one of float32 changes nothing else.
+
+    AMD's matrix units take float32 as it is, and Triton has no three products of tf32 there.
+    """
+    if call.precision == "tf32x3":
+        return _target.products(call.a.dtype, arch)
+    return "tf32" if call.precision == "tf32" else "ieee"
+
+
 def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(call), config["BLOCK_K"]
@@ -321,8 +331,7 @@ def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[
         "B_ORDER": how.b_order,
         "EVEN_K": call.K % config_k == 0,
         "WIDE": widest * blocks >= 1 << 31,
-        # a name that is not one of float32 changes nothing else
-        "PRECISION": "tf32" if call.precision == "tf32" else "ieee",
+        "PRECISION": products(call, arch),
         "ACC": tl.int32 if call.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
         "PTX": assembles(arch),

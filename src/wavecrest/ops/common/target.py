@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import torch
+
 import wavecrest.ops.common.triton as _triton
 from wavecrest import hardware
 from wavecrest.dispatch.tracing import constant_in_graphs
@@ -56,6 +58,15 @@ def look(known: hardware.Arch | None) -> int:
     if known is None or known.vendor == "nvidia":
         return 0
     return 2 if known.name in _LOADS_ARE_CACHED else 1
+
+
+def products(dtype: torch.dtype, arch: hardware.Arch | None) -> str:
+    """How `tl.dot` multiplies float32: in three products of tf32 on NVIDIA, which has no matrix unit for it.
+
+    Elsewhere, and for other types, as they are.
+    """
+    nvidia = arch is not None and arch.vendor == "nvidia"
+    return "tf32x3" if nvidia and dtype == torch.float32 else "ieee"
 
 
 def wave_size() -> int:

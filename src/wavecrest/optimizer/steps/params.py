@@ -194,12 +194,15 @@ class FusedPreset(CompilePreset):
 
 
 class LinearBackend(Params):
-    """A linear layer, the module and the name of the activation that it takes in ("" for none), and its backend."""
+    """A linear layer, the module and the name of the activation that it takes in ("" for none), its backend, and the
+    `precision` of its float32 products.
+    """
 
     linear: str
     module: str
     activation: Literal["", "gelu", "gelu_tanh", "relu", "silu"]
     backend: str
+    precision: Literal["ieee", "tf32x3"] = "ieee"
 
 
 class EncoderSites(Sites):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -33,7 +33,7 @@ class ReplaceEncoder(Step):
 
     def find(self, context: StepContext) -> Found:
         """The layers and encoders that have PyTorch's own forward, and no hooks."""
-        from wavecrest.nn.encoder_layer import encoder_refusal
+        from wavecrest.nn.encoder_layer import TransformerEncoderLayer, encoder_refusal
 
         assert context.model is not None
         encoders = {path: one for path, one in context.model.named_modules() if isinstance(one, nn.TransformerEncoder)}
@@ -51,6 +51,9 @@ class ReplaceEncoder(Step):
             return Found((), note=told)
         model = structural_copy(context.model)
         _adopt(model, sites)
+        for path in sites:
+            if path in layers:
+                cast(TransformerEncoderLayer, model.get_submodule(path)).by_modules = True
         raced = race(model, context, [path for path in sites if path in layers])
         if context.device.kind == "cpu" and not raced.sites:
             return Found((), note=f"on the CPU the layers gain by their linear layers' backends alone: {raced.note}")

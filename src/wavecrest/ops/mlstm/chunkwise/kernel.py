@@ -48,7 +48,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
     LAST: tl.constexpr, RESETS: tl.constexpr, ONE: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGN: tl.constexpr,
     WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Let the tokens from `other` on pass: (sums, total of weights) of each row. LAST: the sequence ends in them."""
     offs_k = tl.arange(0, BLOCK_K)
@@ -61,13 +61,13 @@ def _attend(  # type: ignore[no-untyped-def]
     s = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     if ONE:
         k = _load(k_at + k_tile, offs_k < DK, DK % BLOCK_K != 0)
-        s = tl.dot(q, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
+        s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION, out_dtype=tl.float32)
     else:
         for part in range(0, DK, BLOCK_K):
             mask_k = part + offs_k < DK
             some = _load(q_ptr + part * step_q + q_tile, mask_k, DK % BLOCK_K != 0)
             k = _load(k_at + part * step_k + k_tile, mask_k, DK % BLOCK_K != 0)
-            s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
+            s = tl.dot(some, tl.trans(k), s, input_precision=PRECISION, out_dtype=tl.float32)
     at = planes_ptr + other + offs_s
     high_s = tl.load(at + SUMS * CHUNK)
     local_s = tl.load(at + LOCAL * CHUNK)
@@ -87,7 +87,7 @@ def _attend(  # type: ignore[no-untyped-def]
         v = _load(v_at, mask_v, DV % BLOCK_V != 0, local_s == local_s)
     else:
         v = _load(v_at, mask_v, DV % BLOCK_V != 0)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=tl.float32)
     return acc, den + tl.sum(p, 1)
 
 
@@ -103,7 +103,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, CONTIGUOUS: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
-    STATE_K: tl.constexpr, STATE_V: tl.constexpr, HALF: tl.constexpr,
+    STATE_K: tl.constexpr, STATE_V: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one chunk and head, BLOCK_V of DV of h; NORM: all of DV, normalised and gated.
 
@@ -232,7 +232,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
             c_unit = tl.load(scales_ptr + scale_at + offs_v // STATE_V, mask=mask_v, other=0.0)
             acc += c_unit[None, :] * tl.dot(some, c, out_dtype=tl.float32)
         else:
-            acc = tl.dot(some, c, acc, input_precision="ieee", out_dtype=tl.float32)
+            acc = tl.dot(some, c, acc, input_precision=PRECISION, out_dtype=tl.float32)
     kept = tl.exp2((base - top) + (log_scale + unit))
     acc = acc * kept[:, None]
     den = den * kept
@@ -250,12 +250,14 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
             acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
             q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
             False, RESETS, ONE, CONTIGUOUS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+            PRECISION,
         )  # fmt: skip
     for other in range(whole, until, BLOCK_S):
         acc, den = _attend(
             acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
             q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
             True, RESETS, ONE, CONTIGUOUS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+            PRECISION,
         )  # fmt: skip
 
     if HALF:

@@ -321,6 +321,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, C_CONTIGUOUS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_K, BLOCK_V] of the state of one sequence and head, BLOCK_T tokens at a time; or its n.
 
@@ -455,7 +456,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
         if HALF:
             more = tl.dot(tl.trans(k), v, more, out_dtype=tl.float32)
         else:
-            c = tl.dot(tl.trans(k), v, c, input_precision="ieee", out_dtype=tl.float32)
+            c = tl.dot(tl.trans(k), v, c, input_precision=PRECISION, out_dtype=tl.float32)
     if HALF:
         c = tl.where(length > 0, _decayed(c, decay, RESETS) + share * more, c)
     if LAST:

@@ -171,7 +171,7 @@ def _keys(call: MlstmCall, tensors: tuple[Tensor, ...], sizes: Sizes, config: Co
 
 
 def _states(
-    call: MlstmCall, tensors: tuple[Tensor, ...], sizes: Sizes, config: Config, chunks: int
+    call: MlstmCall, tensors: tuple[Tensor, ...], sizes: Sizes, config: Config, arch: Arch | None, chunks: int
 ) -> _launcher.Launch:
     v_strides = strides(call.v, 4)
     contiguous, c_contiguous = unit_stride(call.v), unit_stride(call.c_initial)
@@ -190,7 +190,7 @@ def _states(
         "DK": call.dk, "DV": call.dv, "CHUNK": config["CHUNK"], "BLOCK_T": config["STATE_T"],
         "BLOCK_K": config["STATE_K"], "BLOCK_V": config["STATE_V"], "PARTS": sizes.parts,
         "BLOCK_P": _layout.power_of_two(sizes.parts), "BLOCK_N": min(KEYS_K, _layout.power_of_two(call.dk)),
-        "HALF": call.q.dtype == torch.float16,
+        "HALF": call.q.dtype == torch.float16, "PRECISION": _target.products(call.q.dtype, arch),
     }  # fmt: skip
     # tiles of states, and n of every sequence and head
     grid = (call.sequences * call.heads * (sizes.tiles[0] * sizes.tiles[1] + 1),)
@@ -199,7 +199,13 @@ def _states(
 
 
 def _chunks(
-    call: MlstmCall, tensors: tuple[Tensor, ...], h: Tensor, sizes: Sizes, config: Config, chunks: int
+    call: MlstmCall,
+    tensors: tuple[Tensor, ...],
+    h: Tensor,
+    sizes: Sizes,
+    config: Config,
+    arch: Arch | None,
+    chunks: int,
 ) -> _launcher.Launch:
     fused, rows = call.norm_weight is not None and not sizes.apart, max(config["BLOCK_T"], config["BLOCK_S"])
     gate = call.output_gate if fused else None
@@ -217,7 +223,7 @@ def _chunks(
         "NORMALIZE": call.normalize, "NORM": fused, "GATE": gate is not None, "INITIAL": call.c_initial is not None,
         "CONTIGUOUS": contiguous, "ALIGN": align, "WIDE": _wide(rows, call.q, call.k, call.v, gate, h),
         "DK": call.dk, "DV": call.dv, "HALF": call.q.dtype == torch.float16,
-        **{name: config[name] for name in CHUNK_SIZES},
+        "PRECISION": _target.products(call.q.dtype, arch), **{name: config[name] for name in CHUNK_SIZES},
     }  # fmt: skip
     tiles = config["CHUNK"] // config["BLOCK_T"] * _layout.ceil_div(call.dv, config["BLOCK_V"])
     grid = (sizes.slots * call.heads * tiles,)
@@ -255,8 +261,8 @@ def planned(call: MlstmCall, config: Config, arch: Arch | None) -> list[_launche
     found = [
         _gates(call, gates, sizes, config, chunks),
         _keys(call, keys, sizes, config, chunks),
-        _states(call, states, sizes, config, chunks),
-        _chunks(call, outputs, h, sizes, config, chunks),
+        _states(call, states, sizes, config, arch, chunks),
+        _chunks(call, outputs, h, sizes, config, arch, chunks),
     ]
     if sizes.apart:
         tensors = picker(FIELDS, values, NORM_TENSORS)(values)

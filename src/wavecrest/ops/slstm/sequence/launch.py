@@ -26,12 +26,6 @@ TENSORS = (
 )  # fmt: skip
 
 
-def precision(call: SlstmCall | SlstmStepCall, arch: Arch | None) -> str:
-    """How float32 is multiplied: in three terms of tf32 on NVIDIA, which has no matrix unit for it; else as it is."""
-    nvidia = arch is not None and arch.vendor == "nvidia"
-    return "tf32x3" if nvidia and call.x.dtype == torch.float32 else "ieee"
-
-
 def row_units(call: SlstmCall | SlstmStepCall) -> int:
     """The stride of the weights' rows in units of head_dim where it is one of them or those of four gates, else 0."""
     stride = call.r.stride(2)
@@ -59,7 +53,7 @@ def planned(call: SlstmCall, config: Config, arch: Arch | None) -> list[_launche
         "RESETS": call.resets is not None, "EXPONENTIAL": call.forget_gate == "exp", "BIAS": call.bias is not None,
         "INITIAL": call.h_initial is not None, "LAST": call.return_last_states, "CONTIGUOUS": contiguous,
         "ALIGN": align, "UNITS": row_units(call) if contiguous else 0, "D": call.head_dim,
-        "PRECISION": precision(call, arch), "BLOCK_D": block_d(call.head_dim),
+        "PRECISION": _target.products(call.x.dtype, arch), "BLOCK_D": block_d(call.head_dim),
     }  # fmt: skip
     grid = (call.heads * _layout.ceil_div(call.batch, config["BLOCK_B"]),)
     tensors = picker(FIELDS, values, TENSORS)(values)

@@ -29,7 +29,6 @@ from wavecrest.ops.slstm.sequence.config import (
     programs,
 )
 from wavecrest.ops.slstm.sequence.kernel_cooperative import _slstm_cooperative_kernel
-from wavecrest.ops.slstm.sequence.launch import precision
 from wavecrest.ops.slstm.sequence.launch_steps import (
     PLACES_ALIGN,
     fake,
@@ -119,7 +118,7 @@ def planned(call: SlstmCall, config: Config, arch: Arch | None) -> list[_launche
     constants: dict[str, Any] = {
         "PLACES": places is not None, "EXPONENTIAL": call.forget_gate == "exp", "BIAS": call.bias is not None,
         "CONTIGUOUS": contiguous, "ALIGN": align, "D": call.head_dim, "BLOCK_D": block_d(call.head_dim),
-        "PARTS": _parts(call, config), "PRECISION": precision(call, arch), "WIDE": wide,
+        "PARTS": _parts(call, config), "PRECISION": _target.products(call.x.dtype, arch), "WIDE": wide,
         "XCDS": 1 if arch is None else arch.xcds, "LOOK": _target.look(arch), "PATIENCE": PATIENCE,
         # the driver starts all of its programs, or says that they do not fit
         "launch_cooperative_grid": True,

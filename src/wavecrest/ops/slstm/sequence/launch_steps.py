@@ -18,7 +18,7 @@ from wavecrest.ops.mlstm.launch_norm import picker, strides, unit_stride
 from wavecrest.ops.slstm.call import SlstmCall
 from wavecrest.ops.slstm.reference import inside_of
 from wavecrest.ops.slstm.sequence.kernel_steps import _slstm_steps_kernel
-from wavecrest.ops.slstm.sequence.launch import precision, row_units
+from wavecrest.ops.slstm.sequence.launch import row_units
 
 # what a configuration holds, in the order in which a graph has its values
 PARAMETERS = ("BLOCK_B", "BLOCK_N", "BLOCK_K", "STAGES", "num_warps", "num_stages")
@@ -75,7 +75,7 @@ def planned(call: SlstmCall, config: Config, arch: Arch | None) -> list[_launche
     constants: dict[str, Any] = {
         "PLACES": places is not None, "EXPONENTIAL": call.forget_gate == "exp", "BIAS": call.bias is not None,
         "CONTIGUOUS": contiguous, "ALIGN": align, "UNITS": row_units(call) if contiguous else 0, "D": call.head_dim,
-        "PRECISION": precision(call, arch),
+        "PRECISION": _target.products(call.x.dtype, arch),
     }  # fmt: skip
     grid = (tiles * call.heads * _layout.ceil_div(call.batch, config["BLOCK_B"]),)
     tensors = picker(TENSORS, values, TENSORS)(values)

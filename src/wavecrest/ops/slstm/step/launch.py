@@ -15,7 +15,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.mlstm.launch_norm import picker, strides, unit_stride
 from wavecrest.ops.slstm.call import SlstmStepCall
-from wavecrest.ops.slstm.sequence.launch import precision, row_units
+from wavecrest.ops.slstm.sequence.launch import row_units
 from wavecrest.ops.slstm.step.kernel import _slstm_step_kernel
 
 # by name, what the kernel gets of a call and of the memory that it writes
@@ -41,7 +41,7 @@ def planned(call: SlstmStepCall, config: Config, arch: Arch | None) -> list[_lau
     constants: dict[str, Any] = {
         "EXPONENTIAL": call.forget_gate == "exp", "BIAS": call.bias is not None, "CONTIGUOUS": contiguous,
         "ALIGN": align, "UNITS": row_units(call) if contiguous else 0, "D": call.head_dim,
-        "PRECISION": precision(call, arch),
+        "PRECISION": _target.products(call.x.dtype, arch),
     }  # fmt: skip
     grid = (tiles * call.heads * _layout.ceil_div(call.batch, config["BLOCK_B"]),)
     tensors = picker(FIELDS, values, TENSORS)(values)
