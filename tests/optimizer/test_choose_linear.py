@@ -15,7 +15,7 @@ from wavecrest import hardware
 from wavecrest.errors import PlanError, StepRefused, Unsupported
 from wavecrest.measure.workload import Buckets, Workload, from_example
 from wavecrest.nn import linear
-from wavecrest.nn.linear import LinearOn
+from wavecrest.nn.linear import Linear, LinearOn
 from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, gemm_choices, step_by_id, structural_copy
@@ -219,6 +219,37 @@ def test_float32_on_nvidia_is_three_products_of_tf32() -> None:
     assert repr(made.get_submodule("fc2")).endswith("by onednn in tf32x3)")
     half = from_example(Mlp(nn.GELU()).eval().bfloat16(), torch.randn(3, 5, 8).bfloat16())
     assert [row["precision"] for row in find(half, GPU).params["layers"]] == ["ieee"]
+
+
+class Residual(nn.Module):
+    """Layers of wavecrest: one that normalises and adds, one of a 4-bit weight, and one with an activation after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(32))
+        self.inner, self.act, self.outer = Linear(32, 32), nn.GELU(), Linear(32, 32, bias=False)
+        self.packed = Linear.from_module(nn.Linear(32, 32), "int4")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.outer(self.act(self.inner(x, norm_weight=self.scale)), x)
+        return self.packed(y)
+
+
+def test_layers_of_wavecrest_are_left_to_dispatch_but_for_three_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choices(calls: Any, _device: str) -> gemm_choices.Choices:
+        return gemm_choices.Choices(dict.fromkeys(map(gemm_choices.name_of, calls), "torch"), 0.5, {})
+
+    monkeypatch.setattr("wavecrest.optimizer.steps.choose_linear.choices", choices)
+    workload = from_example(Residual().eval(), torch.randn(3, 5, 32))
+    assert "no linear layer" in find(workload).note and "no linear layer" in find(workload, AMD).note
+    found = find(workload, GPU)
+    # the activation stays where it is: a layer of wavecrest has its own
+    assert rows(found) == [("inner", "", ""), ("outer", "", "")]
+    made = build(workload.model, AppliedSteps().plus(STEP, found.params))
+    assert not failures(Gate.prepare(workload).check(made))
+    assert repr(made.get_submodule("outer")) == "Linear(32, 32, bias=False by torch in tf32x3)"
+    assert repr(workload.model.get_submodule("outer")) == "Linear(32, 32, bias=False)"
 
 
 def test_the_hope_counts_float32_products_on_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,11 @@ def sites(graph: fx.Graph) -> Iterator[Site]:
 def name_of(call: GemmCall) -> str:
     """The name under which a choice of backend is kept.
 
-    Activation, sizes, dtype, whether there is a bias, and the precision where it is not "ieee".
+    Activation, sizes, dtype, the names of what else there is, and the precision where it is not "ieee".
     """
-    more = ("" if call.bias is None else " bias") + ("" if call.precision == "ieee" else f" {call.precision}")
+    others = {"bias": call.bias, "residual": call.residual, "norm": call.norm_weight}
+    more = "".join(f" {name}" for name, given in others.items() if given is not None)
+    more += "" if call.precision == "ieee" else f" {call.precision}"
     return f"{call.activation or 'linear'} {call.M}x{call.K}x{call.columns} {dtype_name(call.a)}{more}"
 
 

@@ -16,7 +16,7 @@ from wavecrest.nn.hooks import plain
 from wavecrest.nn.precision import by_autocast, in_16_bits, in_autocast, of_gemm, rounded
 from wavecrest.ops import PackedWeight, linear, pack, rms_norm
 from wavecrest.ops._gemm.backend import op
-from wavecrest.ops._gemm.call import GATED, linear_call
+from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
 from wavecrest.settings import STATE
@@ -38,7 +38,11 @@ def linear_on(
     By dispatch's choice where that refuses, with a `LinearFallback` for each reason, once.
     """
     x, weight, bias = by_autocast(x, weight, bias)
-    call = linear_call(x, weight, bias, activation=activation, precision=precision)
+    return _run_on(linear_call(x, weight, bias, activation=activation, precision=precision), backend)
+
+
+def _run_on(call: GemmCall, backend: str) -> Tensor:
+    """As `linear_on`."""
     if torch.compiler.is_compiling():
         # asked first: Dynamo does not trace how Unsupported is made
         refusal = op.backends[backend].refuse(call)
@@ -116,6 +120,9 @@ class Linear(nn.Module):
 
     bias: nn.Parameter | None
     tail: nn.Parameter | None
+    # the backend of gemm that a step has chosen, "": dispatch's choice; and the `precision` of its products
+    backend = ""
+    precision = "ieee"
 
     def __init__(
         self,
@@ -213,6 +220,12 @@ class Linear(nn.Module):
                 x, weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
                 norm_eps=norm_eps, tail=tail, precision=precision, out_dtype=out_dtype,
             )  # fmt: skip
+        if self.backend:
+            call = linear_call(
+                x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
+                norm_eps=norm_eps, tail=self.tail, overwrite_residual=overwrite_residual, precision=self.precision,
+            )  # fmt: skip
+            return _run_on(call, self.backend)
         return linear(
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
             norm_eps=norm_eps, tail=self.tail, overwrite_residual=overwrite_residual,
@@ -251,7 +264,8 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""
         act = f", {self.activation}" if self.activation else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}{stored}"
+        chosen = f" by {self.backend} in {self.precision}" if self.backend else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}{stored}{chosen}"
 
     @classmethod
     def from_module(

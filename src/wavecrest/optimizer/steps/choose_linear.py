@@ -14,7 +14,8 @@ from wavecrest.errors import StepRefused
 from wavecrest.graphs.activations import name_of
 from wavecrest.nn.activation import activation_name
 from wavecrest.nn.fused_weights import FusedSlice
-from wavecrest.nn.linear import LinearOn, is_conv1d, linear_of_conv1d, linear_on
+from wavecrest.nn.linear import Linear, LinearOn, is_conv1d, linear_of_conv1d, linear_on
+from wavecrest.ops import PackedWeight
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
@@ -99,6 +100,9 @@ class ChooseLinear(Step):
                 how = {"backend": row["backend"], "precision": row["precision"]}
                 linear.fused.product_of = partial(linear_on, activation=None, **how)
                 continue
+            if isinstance(linear, Linear) and not activation:
+                linear.backend, linear.precision = row["backend"], row["precision"]
+                continue
             if is_conv1d(linear):
                 linear = linear_of_conv1d(linear)
                 set_submodule(model, row["linear"], linear)
@@ -128,8 +132,7 @@ def race(model: nn.Module, context: StepContext, under: Sequence[str] = ("",)) -
     ]
     if context.device.vendor == "nvidia":
         seen = [layer.in_three_products() for layer in seen]
-    if context.device.kind != "cpu":
-        seen = [layer for layer in seen if layer.activation or layer.calls[0].precision != "ieee"]
+    seen = [layer for layer in seen if _is_raced(model.get_submodule(layer.linear), layer, context.device.kind)]
     if not seen:
         return Found((), note="no linear layer that runs once, or with a module of an activation after it")
     raced = choices((call for layer in seen for call in layer.calls), context.workload.device)
@@ -155,6 +158,13 @@ def race(model: nn.Module, context: StepContext, under: Sequence[str] = ("",)) -
     for why, count in refused.items():
         note += f"; {count} of their calls run on dispatch's choice, as {why}"
     return Found(tuple(row["linear"] for row in chosen), {"layers": chosen}, note, saved=raced.saved)
+
+
+def _is_raced(module: nn.Module, layer: Layer, device: str) -> bool:
+    """Not wavecrest's layers, which dispatch decides on, nor on a GPU those without activation; but three products."""
+    if layer.calls[0].precision != "ieee":
+        return True
+    return not isinstance(module, Linear) and (device == "cpu" or bool(layer.activation))
 
 
 @torch.no_grad()
@@ -204,9 +214,9 @@ def _layers(model: nn.Module, example: Inputs) -> list[Layer]:
     reads, handles = Reads(), []
 
     def after_layer(path: str) -> Any:
-        def hook(_module: nn.Module, args: Any, result: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             alive.append(result)
-            inputs.setdefault(path, []).append(args[0] if args else None)
+            inputs.setdefault(path, []).append(_given(module, args, kwargs))
             made[id(result)] = path
             reads.count[id(result)] = 0
 
@@ -233,7 +243,7 @@ def _layers(model: nn.Module, example: Inputs) -> list[Layer]:
     for path, module in model.named_modules():
         hooked = bool(module._forward_hooks or module._forward_pre_hooks)
         if _is_layer(module) and not hooked:
-            handles.append(module.register_forward_hook(after_layer(path)))
+            handles.append(module.register_forward_hook(after_layer(path), with_kwargs=True))
         elif not hooked and (name := activation_of(module)):
             names[path] = name
             handles.append(module.register_forward_pre_hook(before_activation(path)))
@@ -251,18 +261,32 @@ def _layers(model: nn.Module, example: Inputs) -> list[Layer]:
         users = taken.get(path, [])
         alone = len(users) == 1 and runs[users[0][0]] == 1 and (reads.count | replaced)[users[0][1]] == 0
         layer: Any = model.get_submodule(path)
-        module = users[0][0] if alone and not isinstance(layer, FusedSlice) else ""
+        module = users[0][0] if alone and not isinstance(layer, FusedSlice | Linear) else ""
         activation = names[module] if module else ""
         layer = layer.fused if isinstance(layer, FusedSlice) else layer
         weight = layer.weight.mT if is_conv1d(layer) else layer.weight
-        call = linear_call(given[0], weight, layer.bias, activation=activation or None)
+        own = layer.activation if isinstance(layer, Linear) else None
+        options = {name: one for name, one in given[0].items() if name != "x"}
+        call = linear_call(given[0]["x"], weight, layer.bias, activation=activation or own, **options)
         found.append(Layer(path, module, activation, (call,)))
     return found
+
+
+# parameters of `wavecrest.nn.Linear.forward`; nn.Linear has the first
+_NAMES = ("x", "residual", "norm_weight", "norm_eps", "overwrite_residual")
+
+
+def _given(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """What a linear layer was given, by the names of wavecrest's; None if the input had a name."""
+    if not args or (kwargs and not isinstance(module, Linear)):
+        return None
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
 def _is_layer(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
+        or (type(module) is Linear and not isinstance(module.weight, PackedWeight) and module.tail is None)
         or is_conv1d(module)
         or (isinstance(module, FusedSlice) and module.first and module.is_linear)
     )

@@ -101,9 +101,10 @@ def _with_numbers(call: GemmCall, device: str) -> GemmCall:
     def numbers(like: torch.Tensor) -> torch.Tensor:
         return torch.randn(like.shape, device=device).to(like.dtype)
 
-    bias = None if call.bias is None else numbers(call.bias)
+    others = {name: getattr(call, name) for name in ("bias", "residual", "norm_weight")}
+    made: dict[str, Any] = {name: None if given is None else numbers(given) for name, given in others.items()}
     # the weight of a linear layer is [N, K]
-    return call._replace(a=numbers(call.a), b=numbers(call.b.mT).mT, bias=bias)
+    return call._replace(a=numbers(call.a), b=numbers(call.b.mT).mT, **made)
 
 
 def _names(call: GemmCall) -> list[str]:
