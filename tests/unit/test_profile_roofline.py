@@ -221,3 +221,24 @@ def test_a_ceiling_of_a_cpu_is_of_the_faster_library(
     monkeypatch.setattr(roofline, "_best_seconds", lambda call, finish, spend: next(seconds))
     # one size: the next would take longer than there is time for
     assert roofline._best_product("cpu", dtype, False, lambda: None, 1e-6) == pytest.approx(2 * 256**3 / 1e-6 / 1e12)
+
+
+@pytest.mark.parametrize(("own", "tf32", "found"), [(50.0, 390.0, 130.0), (50.0, 120.0, 50.0)])
+def test_the_ceiling_of_float32_on_nvidia_counts_three_products_of_tf32(
+    own: float, tf32: float, found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: asked[-1])
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: asked.append(precision))
+    asked = ["highest"]
+
+    def product(_device: str, dtype: torch.dtype, *_: object) -> float:
+        assert dtype == torch.float32 or asked == ["highest"]
+        return {"highest": own, "high": tf32}[asked[-1]]
+
+    monkeypatch.setattr(roofline, "_best_product", product)
+    assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == found
+    assert asked == ["highest", "high", "highest"]
+    assert roofline._peak("cuda", torch.bfloat16, True, lambda: None, 1.0) == own
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == own and len(asked) == 3

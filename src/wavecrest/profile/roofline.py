@@ -347,6 +347,8 @@ def _best_seconds(call: Callable[[], Any], finish: Callable[[], None], budget: f
 def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | None = None) -> Ceilings:
     """Measure a large copy and a large square GEMM on this device: a ceiling that kernels can reach.
 
+    Of float32 on NVIDIA, which has no matrix units for it, the ceiling is that of three products of tf32 for each.
+
     Args:
         device: a torch device name, "cpu" or "cuda:N".
         dtype: torch dtype name of the GEMM (float32 is measured too); random data, never zeros, since power draw
@@ -371,7 +373,7 @@ def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | No
     share = (seconds or (GPU_SECONDS if on_gpu else CPU_SECONDS)) / (len(dtypes) + 1)
     with torch.no_grad():
         bandwidth = _best_copy(device, on_gpu, finish, share)
-        peak = {name: _best_product(device, getattr(torch, name), on_gpu, finish, share) for name in dtypes}
+        peak = {name: _peak(device, getattr(torch, name), on_gpu, finish, share) for name in dtypes}
     return Ceilings(source="measured on this device", bandwidth=bandwidth, peak=peak, cache=cache_bytes(device))
 
 
@@ -384,6 +386,21 @@ def _best_copy(device: str, on_gpu: bool, finish: Callable[[], None], seconds: f
     target = torch.empty_like(source)
     taken = _best_seconds(lambda: target.copy_(source), finish, seconds)
     return 2 * source.numel() * source.element_size() / taken / 1e9
+
+
+def _peak(device: str, dtype: Any, on_gpu: bool, finish: Callable[[], None], seconds: float) -> float:
+    """TFLOP/s of products; of float32 on NVIDIA those of three products of tf32 for each, where that is more."""
+    import torch
+
+    if dtype != torch.float32 or not on_gpu or torch.version.hip is not None:
+        return _best_product(device, dtype, on_gpu, finish, seconds)
+    own = _best_product(device, dtype, on_gpu, finish, seconds / 2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return max(own, _best_product(device, dtype, on_gpu, finish, seconds / 2) / 3)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _best_product(device: str, dtype: Any, on_gpu: bool, finish: Callable[[], None], seconds: float) -> float:
