@@ -1,21 +1,27 @@
 """The sLSTM ops beside PyTorch: an eager loop over tokens, a compiled one, and that one captured; interleaved.
 
     PYTHONPATH=src python -m benchmarks.slstm_peers --out DATE_slstm-peers_slstm.jsonl.gz [PART …]
+    PYTHONPATH=src python -m benchmarks.slstm_peers --build b16s256d512
 
 About a minute and a half on one GPU. A loop that is compiled as a whole is written out by tokens and takes minutes to
 compile, so what is compiled is one token. The peers multiply in the inputs' dtype and keep states in float32, as ours
 does. The official package's vanilla backend takes part where it can be imported (pip install --no-deps xlstm; it keeps
-states in the inputs' dtype). Every one is first held against the definition in float64, over up to 128 tokens; what is
-wrong has no time. A ratio is the best of the others over ours, paired by round.
+states in the inputs' dtype). Its CUDA backend does in the part `extension`: nvcc builds it anew for each batch and size
+of heads, which `--build` does beforehand, with CPATH and LIBRARY_PATH where cuBLAS is not beside nvcc. Every one is
+first held against the definition in float64, over up to 128 tokens; what is wrong has no time. A ratio is the best of
+the others over ours, paired by round.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from benchmarks import mlstm_peers, parts
@@ -33,6 +39,10 @@ OURS = mlstm_peers.OURS
 # B, S, NH, D
 SHAPES: dict[str, Shape] = {
     f"b{b}s{s}d{d}": (b, s, 4, d) for d in (64, 128, 256) for s in (256, 1024) for b in (1, 16, 64)
+}
+# one size of heads by three batches, and one batch by three sizes of heads
+EXTENSION: dict[str, Shape] = {
+    f"b{b}s256d{d}": (b, 256, 4, d) for b, d in ((1, 256), (16, 256), (64, 256), (16, 128), (16, 512))
 }
 SMALL: dict[str, Shape] = {"b2s6d16": (2, 6, 2, 16), "b1s9d24": (1, 9, 2, 24)}
 # tokens that are held against float64
@@ -105,6 +115,32 @@ def official(call: SlstmCall) -> Call:
     )
 
 
+def built(shape: Shape) -> Any:
+    """The class of package xlstm over its CUDA kernels for a batch and size of heads, bfloat16 as it comes."""
+    if not torch.cuda.is_available():
+        raise ImportError("the CUDA backend of package xlstm needs a GPU of NVIDIA")
+    from xlstm.blocks.slstm.cell import sLSTMCellConfig, sLSTMCellCUDA
+
+    batch, _tokens, heads, dim = shape
+    config = sLSTMCellConfig(hidden_size=heads * dim, num_heads=heads, batch_size=batch, dtype="bfloat16")
+    # it waits for up to ten seconds, so that processes do not build the same at once
+    with mock.patch.object(time, "sleep"):
+        module = sLSTMCellCUDA.instance(config)
+    return module.sLSTMFunc(False, batch, heads * dim, heads)
+
+
+def extension(call: SlstmCall) -> Call:
+    """The CUDA kernels of package xlstm, with operands in the layouts that they take."""
+    assert call.bias is not None
+    batch, tokens, heads, dim = call.batch, call.tokens, call.heads, call.head_dim
+    function = built((batch, tokens, heads, dim))
+    x = call.x.permute(1, 0, 3, 2, 4).reshape(tokens, batch, -1)
+    r = call.r.permute(1, 2, 0, 3).reshape(heads, dim, 4 * dim)
+    bias = call.bias.transpose(0, 1).reshape(-1)
+    states = x.new_zeros(4, batch, heads * dim)
+    return lambda: function.forward(False, x, states, r, bias)[0][0, 1:].view(tokens, batch, heads, dim).transpose(0, 1)
+
+
 def implementations(call: SlstmCall, compiled: Callable[..., State]) -> dict[str, Callable[[], Call]]:
     """Who takes part, by name; each is made when it is needed, as an import may fail."""
     found: dict[str, Callable[[], Call]] = {
@@ -156,7 +192,6 @@ def in_double(call: SlstmCall) -> SlstmCall:
 def sequence(report: Report, args: argparse.Namespace) -> None:
     """All implementations at every shape."""
     device = mlstm_peers.begin(report, args)
-    op = registry.get("slstm_sequence")
     # Inductor needs a C++ compiler on a CPU; graphs of one size each, as the captured loop is
     compiled = torch.compile(token, fullgraph=True, backend="eager" if device == "cpu" else "inductor", dynamic=False)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(SHAPES))
@@ -164,32 +199,57 @@ def sequence(report: Report, args: argparse.Namespace) -> None:
         if report.has(case):
             continue
         call = case_of(shape, device)
-        wanted = op.reference(in_double(call))
-        assert op.study.bound is not None
-        bounds = op.study.bound(call._replace(x=call.x[:, :CHECKED]))
-        assert isinstance(bounds, tuple)
-        rows: dict[str, Row] = {}
-        works: dict[str, Call] = {}
-        for name, maker in implementations(call, compiled).items():
-            try:
-                work = maker()
-            except ImportError as error:
-                rows[name] = {"problem": f"not there: {error}"}
-                continue
-            rows[name] = judged(report, name, case, work, wanted, bounds[0])
-            if "problem" not in rows[name]:
-                works[name] = work
-        if report.at(f"times {case}") and OURS in works:
-            for name, times in timed(works, device).items():
-                rows[name] |= times
-        more = mlstm_peers.best_peer(rows, OURS)
-        if "ms" in rows[OURS]:
-            more["us_per_token"] = round(1e3 * rows[OURS]["ms"] / call.tokens, 3)
-            more["config"] = mlstm_peers.chosen("slstm_sequence", tuple(call))
-        report.row(case, **more, rows=rows)
-        del call, works, wanted, bounds
-        if device != "cpu":
-            torch.cuda.empty_cache()
+        compare(report, case, call, implementations(call, compiled))
+
+
+@torch.no_grad()
+def beside_extension(report: Report, args: argparse.Namespace) -> None:
+    """Ours, each of its kernels, and the CUDA backend of package xlstm."""
+    device = mlstm_peers.begin(report, args)
+    op = registry.get("slstm_sequence")
+    for case, shape in (SMALL if args.small else EXTENSION).items():
+        if report.has(case):
+            continue
+        call = case_of(shape, device)
+        makers: dict[str, Callable[[], Call]] = {
+            OURS: lambda call=call: partial(slstm_sequence, call.x, call.r, call.bias),  # type: ignore[misc]
+            "official CUDA": partial(extension, call),
+        }
+        for backend in op.by_priority():
+            if backend.name.startswith("triton") and backend.refuse(call) is None:
+                makers[f"{OURS} by {backend.name}"] = partial(partial, op.run, backend.name, call)
+        compare(report, case, call, makers)
+
+
+def compare(report: Report, case: str, call: SlstmCall, makers: Mapping[str, Callable[[], Call]]) -> None:
+    """Hold everyone's first tokens against float64, then time those that are right."""
+    op = registry.get("slstm_sequence")
+    wanted = op.reference(in_double(call))
+    assert op.study.bound is not None
+    bounds = op.study.bound(call._replace(x=call.x[:, :CHECKED]))
+    assert isinstance(bounds, tuple)
+    rows: dict[str, Row] = {}
+    works: dict[str, Call] = {}
+    for name, maker in makers.items():
+        try:
+            work = maker()
+        except ImportError as error:
+            rows[name] = {"problem": f"not there: {error}"}
+            continue
+        rows[name] = judged(report, name, case, work, wanted, bounds[0])
+        if "problem" not in rows[name]:
+            works[name] = work
+    if report.at(f"times {case}") and OURS in works:
+        for name, times in timed(works, call.x.device.type).items():
+            rows[name] |= times
+    more = mlstm_peers.best_peer(rows, OURS)
+    if "ms" in rows[OURS]:
+        more["us_per_token"] = round(1e3 * rows[OURS]["ms"] / call.tokens, 3)
+        more["config"] = mlstm_peers.chosen("slstm_sequence", tuple(call))
+    report.row(case, **more, rows=rows)
+    del works, wanted, bounds
+    if call.x.is_cuda:
+        torch.cuda.empty_cache()
 
 
 @torch.no_grad()
@@ -231,12 +291,17 @@ def step(report: Report, args: argparse.Namespace) -> None:
 
 
 def all_parts() -> list[Part]:
-    """Sequences, then steps."""
+    """Sequences, then steps, then sequences beside the CUDA backend of package xlstm."""
     return [
         Part("sequence", 240.0, sequence, summary=mlstm_peers.geomean),
         Part("step", 90.0, step, summary=mlstm_peers.geomean),
+        Part("extension", 90.0, beside_extension, summary=mlstm_peers.geomean),
     ]
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--build"]:
+        for asked in sys.argv[2:]:
+            built(EXTENSION[asked])
+        raise SystemExit
     raise SystemExit(parts.main(__doc__ or "", "benchmarks.slstm_peers", all_parts()))

@@ -66,3 +66,34 @@ def test_everyone_computes_the_definition() -> None:
     longest = (1, slstm_peers.LONGEST_LOOP + 1, 1, 4)
     assert "eager" not in slstm_peers.implementations(slstm_peers.case_of(longest, "cpu"), slstm_peers.token)
     assert len(set(slstm_peers.SHAPES.values())) == 18
+
+
+@torch.no_grad()
+def test_beside_the_cuda_backend_ours_runs_where_that_is_not_there() -> None:
+    report = Told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slstm_peers, "SMALL", CASE)
+        slstm_peers.beside_extension(report, SMALL)
+    rows = report.rows["b2s4d8"]["rows"]
+    assert "needs a GPU of NVIDIA" in rows["official CUDA"]["problem"] and rows["wavecrest"]["of_bound"] < 1
+
+
+@torch.no_grad()
+def test_operands_are_laid_out_as_the_cuda_backend_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in over those layouts: x [S, B, NH, 4, D], r [NH, D, 4, D], bias [NH, 4, D], states [4, B, NH · D]."""
+
+    class Function:
+        def forward(self, training: bool, x: Any, states: Any, r: Any, bias: Any) -> tuple[torch.Tensor]:
+            assert not training and not states.any()
+            heads, dim = r.shape[0], r.shape[1]
+            x = x.view(*x.shape[:2], heads, 4, dim).permute(1, 0, 3, 2, 4)
+            call = SlstmCall(
+                x, r.view(heads, dim, 4, dim).permute(2, 0, 1, 3), bias.view(heads, 4, dim).transpose(0, 1)
+            )
+            h = slstm_peers.by_token(call, slstm_peers.token)().transpose(0, 1).flatten(2)
+            return (torch.stack([torch.cat([states[0][None], h])] * 4),)
+
+    monkeypatch.setattr(slstm_peers, "built", lambda shape: Function())
+    call = slstm_peers.case_of(CASE["b2s4d8"], "cpu")
+    wanted = registry.get("slstm_sequence").reference(call)
+    torch.testing.assert_close(slstm_peers.extension(call)(), wanted)
