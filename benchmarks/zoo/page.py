@@ -16,6 +16,8 @@ from wavecrest.records import files
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
 # the four models whose throughput the project was first asked for
+# seconds of budget that are small, and large
+SMALL, LARGE = 150, 250
 SEEDS = ("resnet-50", "resnet-152", "bert-base", "bert-large")
 INTRODUCTION = (
     "Real architectures, built from their libraries' code with random weights, beside what a user has without "
@@ -24,7 +26,9 @@ INTRODUCTION = (
     "time. *× best* is the fastest peer's time over wavecrest's, with its 95 % interval: above 1, wavecrest is faster. "
     "*% of roofline* is the least time of the model's products at the peak, or of reading its weights and inputs once "
     "at the bandwidth, both measured just before, over wavecrest's time. *By hand* is channels_last with cuDNN's "
-    "search and `reduce-overhead` for networks of images, a CUDA graph for others; on a CPU Inductor's frozen weights."
+    "search and `reduce-overhead` for networks of images, a CUDA graph for others; on a CPU Inductor's frozen weights. "
+    "Where a model ran with a small budget and with a large one, a table has both times; the two may be of different "
+    "commits."
 )
 HOW = (
     "`PYTHONPATH=src python -m benchmarks.zoo --out FILE` measures all models, `--models mlp,vit-b16 --budget 90s` "
@@ -57,17 +61,32 @@ def runs(evidence: Path = EVIDENCE) -> dict[str, dict[str, Run]]:
         RecordError: a record is damaged.
     """
     found: dict[str, dict[str, Run]] = {}
+    for run in _all_runs(evidence):
+        machine = found.setdefault(run.path.parent.name, {})
+        before = machine.get(run.part)
+        whole = run.ended == "done" or (before is not None and run.rows.keys() >= before.rows.keys())
+        if before is None or whole or before.ended != "done":
+            machine[run.part] = run
+    return found
+
+
+def _all_runs(evidence: Path) -> Iterator[Run]:
+    """All runs, the oldest first."""
     paths = sorted(evidence.glob(f"*/*_zoo_*{files.LINES}"), key=lambda path: path.name)
     every = [(path, one) for path in paths for one in files.read_json(path, what="record")["runs"]]
     # names of one day say nothing of the order
     for path, one in sorted(every, key=lambda item: _began(*item)):
-        machine = found.setdefault(path.parent.name, {})
-        before = machine.get(one["part"])
-        rows = {row["case"]: row for row in one["rows"]}
-        whole = one["ended"] == "done" or (before is not None and rows.keys() >= before.rows.keys())
-        if before is None or whole or before.ended != "done":
-            machine[one["part"]] = Run(one["part"], one["ended"], one["header"], rows, path)
-    return found
+        yield Run(one["part"], one["ended"], one["header"], {row["case"]: row for row in one["rows"]}, path)
+
+
+def budgets(machine: str, evidence: Path = EVIDENCE) -> list[tuple[Run, Run]]:
+    """By model, the newest whole runs with a small budget and with a large one (`SMALL`, `LARGE`)."""
+    newest: dict[tuple[str, bool], Run] = {}
+    for run in _all_runs(evidence):
+        budget = run.rows.get(WAVECREST, {}).get("budget", math.nan)
+        if run.path.parent.name == machine and run.figures and (budget <= SMALL or budget >= LARGE):
+            newest[run.part, budget >= LARGE] = run
+    return [(newest[part, False], run) for (part, large), run in newest.items() if large and (part, False) in newest]
 
 
 def _began(path: Path, one: Row) -> str:
@@ -80,7 +99,7 @@ def page(note: str, evidence: Path = EVIDENCE) -> str:
     parts = ["# The zoo", note, INTRODUCTION, HOW]
     machines = runs(evidence)
     for machine, measured in machines.items():
-        parts += _machine(machine, measured)
+        parts += _machine(machine, measured, evidence)
     parts += ["## The models", *_models(list(entries().values()))]
     for machine, measured in machines.items():
         parts += [f"## Steps on {machine}", *_steps(measured)]
@@ -107,7 +126,7 @@ def _models(known: list[Entry]) -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
+def _machine(machine: str, measured: dict[str, Run], evidence: Path) -> Iterator[str]:
     first = next((run.header for run in measured.values() if run.header is not None), None)
     device = first["device"]["name"] if first is not None else machine
     yield f"## {device}"
@@ -136,6 +155,9 @@ def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
             + (f" {rest} not counted, as time ran out or no peer but eager has a time." if rest else "")
         )
     yield "\n".join(_table(measured))
+    pairs = budgets(machine, evidence)
+    if pairs:
+        yield "\n".join(_budgets(pairs))
     seeds = [measured[name] for name in SEEDS if name in measured and measured[name].figures]
     if seeds:
         yield "\n".join(_seeds(seeds))
@@ -166,6 +188,20 @@ def _table(measured: dict[str, Run]) -> Iterator[str]:
             f"{run.rows[WAVECREST]['seconds']:.0f}",
         ]  # fmt: skip
         yield f"| {' | '.join(cells)} |"
+
+
+def _budgets(pairs: list[tuple[Run, Run]]) -> Iterator[str]:
+    yield "| the same model with | a small budget | | a large one | | speed with the small one |"
+    yield "|---|---|---|---|---|---|"
+    for small, large in pairs:
+        cells = [f"`{small.part}`"]
+        for run in (small, large):
+            header = run.header or {}
+            cells += [
+                f"{run.figures['ms']:.3f} ms",
+                f"{run.rows[WAVECREST]['budget']:.0f} s, {header.get('commit', '')}",
+            ]
+        yield f"| {' | '.join(cells)} | {large.figures['ms'] / small.figures['ms']:.0%} |"
 
 
 def _seeds(measured: list[Run]) -> Iterator[str]:

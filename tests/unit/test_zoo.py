@@ -375,6 +375,24 @@ def test_a_run_that_was_stopped_counts_by_the_cases_it_has(tmp_path: Path) -> No
     assert "Geometric mean over 1 model: 1.50× the best peer (1.50–1.50); 0 below 0.98. 1 not counted, as time" in text
 
 
+def test_small_and_large_budgets_are_beside_each_other(tmp_path: Path) -> None:
+    def run(ms: float, budget: float, created: str, ended: str = "done") -> dict[str, Any]:
+        rows = [{**row, "budget": budget} if row["case"] == "wavecrest" else {**row} for row in GOOD]
+        for row in rows:
+            if "ours_ms" in row:
+                row["ours_ms"] = ms
+        made = {**header(), "created": created}
+        return {"part": "bert-base", "ended": ended, "seconds": 9.0, "summary": None, "rows": rows, "header": made}
+
+    small, large = run(4.0, 90.0, "2026-12-01T01"), run(3.0, 300.0, "2026-12-01T02")
+    record(tmp_path / "machine", "2026-12-01_zoo_a.jsonl.gz", small)
+    assert "| a small budget |" not in page.page("generated", tmp_path)
+    record(tmp_path / "machine", "2026-12-01_zoo_b.jsonl.gz", large, run(5.0, 200.0, "2026-12-01T03"))
+    commit = small["header"]["commit"]
+    expected = f"| `bert-base` | 4.000 ms | 90 s, {commit} | 3.000 ms | 300 s, {commit} | 75% |"
+    assert expected in page.page("generated", tmp_path)
+
+
 def test_eager_alone_is_no_rival(tmp_path: Path) -> None:
     """A peer whose answer is another's leaves eager alone; the line is shown, and no mean has it."""
     done = {"part": "bert-base", "ended": "done", "seconds": 9.0, "summary": None, "rows": GOOD, "header": header()}
