@@ -209,7 +209,7 @@ def test_on_a_gpu_layers_without_activation_are_left_to_measured_rows() -> None:
     assert "no linear layer" in find(from_example(nn.Linear(4, 4), torch.randn(1, 4)), AMD).note
 
 
-def test_float32_on_nvidia_is_three_products_of_tf32() -> None:
+def test_float32_on_nvidia_is_three_products_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = from_example(Mlp(nn.GELU()).eval(), torch.randn(3, 5, 8))
     found = find(workload, GPU)
     assert rows(found) == [("fc1", "act", "gelu"), ("fc2", "", "")]
@@ -217,6 +217,9 @@ def test_float32_on_nvidia_is_three_products_of_tf32() -> None:
     assert "2 in three products of tf32 for one of float32" in found.note
     made = build(workload.model, AppliedSteps().plus(STEP, found.params))
     assert repr(made.get_submodule("fc2")).endswith("by onednn in tf32x3)")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert [row["precision"] for row in find(workload, GPU).params["layers"]] == ["ieee"]
     half = from_example(Mlp(nn.GELU()).eval().bfloat16(), torch.randn(3, 5, 8).bfloat16())
     assert [row["precision"] for row in find(half, GPU).params["layers"]] == ["ieee"]
 

@@ -45,7 +45,7 @@ def refuse(call: GemmCall) -> str | None:
         return "takes float32 and bfloat16, one dtype for all"
     if reason := more_than_linear(call):
         return reason
-    if call.a.dtype == torch.float32 and call.precision == "ieee" and rounds("cpu"):
+    if call.keeps_float32 and rounds("cpu"):
         return ROUNDED
     return None
 

@@ -60,13 +60,9 @@ def refuse(call: GemmCall) -> str | None:
         return _refuse_float8(call)
     if call.a.dtype.itemsize == 2 and call.dtype in (torch.float32, torch.float64):
         return f"rounds the result to {dtype_name(call.a)} before it is made {call.dtype}"
-    if torch.compiler.is_compiling() and _is_ieee(call) and rounds(call.a.device.type):
+    if torch.compiler.is_compiling() and call.keeps_float32 and rounds(call.a.device.type):
         return ROUNDED
     return None
-
-
-def _is_ieee(call: GemmCall) -> bool:
-    return call.precision == "ieee" and call.a.dtype == torch.float32
 
 
 def _refuse_int8(call: GemmCall) -> str | None:
@@ -146,7 +142,7 @@ def bind(call: GemmCall) -> Bound:
         return y if epilogue is None else epilogue(call, y)
 
     work = multiply if into_residual is None and epilogue is None and not normed else all_of
-    return unrounded(call.a.device.type, work) if _is_ieee(call) else work
+    return unrounded(call.a.device.type, work) if call.keeps_float32 else work
 
 
 def run(call: GemmCall) -> Tensor:

@@ -135,6 +135,11 @@ class GemmCall(NamedTuple):
         return torch.int32 if self.integers and not self.has_epilogue else torch.bfloat16
 
     @property
+    def keeps_float32(self) -> bool:
+        """True if float32 may not be rounded before it is multiplied, as PyTorch does where that is set."""
+        return self.a.dtype == torch.float32 and self.precision != "tf32"
+
+    @property
     def integers(self) -> bool:
         """True if the sums are of integers."""
         return self.a.dtype == torch.int8
