@@ -278,7 +278,7 @@ _NAMES = ("x", "residual", "norm_weight", "norm_eps", "overwrite_residual")
 
 
 def _given(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """What a linear layer was given, by the names of wavecrest's; None if the input had a name."""
+    """The arguments of a linear layer, by the names of wavecrest's; None if the input had a name."""
     if not args or (kwargs and not isinstance(module, Linear)):
         return None
     return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
