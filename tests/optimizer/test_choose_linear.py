@@ -255,6 +255,13 @@ def test_layers_of_wavecrest_are_left_to_dispatch_but_for_three_products(monkeyp
     assert repr(workload.model.get_submodule("outer")) == "Linear(32, 32, bias=False)"
 
 
+def test_rows_of_older_plans_have_no_precision() -> None:
+    row = {"linear": "fc2", "module": "", "activation": "", "backend": "torch"}
+    assert STEP.check_params({"layers": [row]}) == ["fc2"]
+    made = build(Mlp(nn.GELU()), AppliedSteps().plus(STEP, {"layers": [row]}))
+    assert made.get_submodule("fc2").precision == "ieee"
+
+
 def test_the_hope_counts_float32_products_on_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     context = StepContext(from_example(Mlp(nn.GELU()).eval(), torch.randn(3, 5, 8)), GPU)
     monkeypatch.setattr(StepContext, "share", lambda _self, kind: {"elementwise": 0.1, "gemm": 0.8}[kind])

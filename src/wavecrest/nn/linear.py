@@ -77,7 +77,7 @@ class LinearOn(nn.Linear):
 
     activation: str | None
     backend: str
-    precision: str
+    precision = "ieee"
 
     @classmethod
     def adopt(cls, module: nn.Linear, activation: str | None, backend: str, precision: str = "ieee") -> None:
@@ -252,7 +252,7 @@ class Linear(nn.Module):
         norm_weight: Tensor | None = None,
         norm_eps: float = 1e-6,
     ) -> Decision:
-        """Which backend `forward` would run for these arguments, and what that rests on."""
+        """Which backend dispatch would run for these arguments, and what that rests on; `backend` goes before it."""
         x, weight, tail, precision, out_dtype = self._by_policy(x)
         return op.decide(
             linear_call(

@@ -94,14 +94,17 @@ class ChooseLinear(Step):
         """Change the class of each layer; parameters stay. The modules of the activations become Identity."""
         for row in params["layers"]:
             linear, activation = model.get_submodule(row["linear"]), row["activation"] or None
+            # plans of before 2026-11-27 have none
+            precision = row.get("precision", "ieee")
             if row["backend"] not in op.backends:
                 raise StepRefused(f"gemm has no backend {row['backend']}; it has {', '.join(sorted(op.backends))}")
             if isinstance(linear, FusedSlice) and linear.first and linear.is_linear and not activation:
-                how = {"backend": row["backend"], "precision": row["precision"]}
-                linear.fused.product_of = partial(linear_on, activation=None, **how)
+                linear.fused.product_of = partial(
+                    linear_on, activation=None, backend=row["backend"], precision=precision
+                )
                 continue
             if isinstance(linear, Linear) and not activation:
-                linear.backend, linear.precision = row["backend"], row["precision"]
+                linear.backend, linear.precision = row["backend"], precision
                 continue
             if is_conv1d(linear):
                 linear = linear_of_conv1d(linear)
@@ -115,7 +118,7 @@ class ChooseLinear(Step):
                 if activation_of(module) != activation:
                     raise StepRefused(f"{row['module']} is a {type(module).__name__}, which is not {activation}")
                 set_submodule(model, row["module"], nn.Identity())
-            LinearOn.adopt(linear, activation, row["backend"], row["precision"])
+            LinearOn.adopt(linear, activation, row["backend"], precision)
         return model
 
 
