@@ -107,18 +107,25 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *_: object, **__: o
     return 2 * batch * heads * tokens * key[-2] * (query[-1] + value[-1])
 
 
+def _experts_flops(rows: Shape, weights: Shape, *_: object, **__: object) -> int:
+    """FLOPs of rows [tokens, K], each by the weights of one expert of [experts, K, N]."""
+    return 2 * rows[0] * rows[1] * weights[-1]
+
+
 def _flops(loaded: Workload, bucket: str) -> int:
     """FLOPs of one call.
 
     PyTorch's counter knows neither the fused layer of nn.TransformerEncoder, nor a library's LSTM, nor attention whose
-    query heads share keys: the first two are called as the products that they are made of.
+    query heads share keys, nor grouped products of experts: the first two are called as the products that they are
+    made of.
     """
     aten = torch.ops.aten
     fused = (
         aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
         aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     )  # fmt: skip
-    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(fused, _attention_flops))
+    known = {**dict.fromkeys(fused, _attention_flops), aten._grouped_mm: _experts_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=known)
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
@@ -136,7 +143,7 @@ def bound(loaded: Workload, ceilings: Ceilings) -> Row:
     of reading the weights and what the call is given once at the measured bandwidth.
 
     Tables of embeddings are read in a few rows, so they count only where an output layer shares them. Masked halves of
-    attention count as FLOPs. Experts count as read, and their FLOPs where PyTorch's counter knows the operation.
+    attention count as FLOPs. All experts count as read.
     """
     (bucket,) = loaded.buckets
     flops = _flops(loaded, bucket)

@@ -247,6 +247,17 @@ class Shared(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
 
 
+class Grouped(nn.Module):
+    """Sixteen tokens, of which an expert has five and another eleven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x[0], self.weight, offs=torch.tensor([5, 16], dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     ("model", "flops"),
     [
@@ -254,8 +265,9 @@ class Shared(nn.Module):
         (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2 * 32 * 8 * 32 * 32 + 4 * 2 * 16 * 16 * 32),
         (nn.LSTM(32, 16, batch_first=True, bidirectional=True), 2 * 32 * 2 * 4 * 16 * (32 + 16)),
         (Shared(), 4 * 2 * 16 * 16 * 32),
+        (Grouped(), 2 * 16 * 32 * 8),
     ],
-    ids=["encoder", "lstm", "shared"],
+    ids=["encoder", "lstm", "shared", "grouped"],
 )
 def test_flops_of_fused_layers_are_counted(model: nn.Module, flops: int) -> None:
     made = from_example(model, torch.zeros(2, 16, 32))
