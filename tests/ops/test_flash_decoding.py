@@ -844,6 +844,35 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
     assert len(keys[True]) == 1 and len(keys[False]) == 3
 
 
+@pytest.mark.parametrize(
+    ("capacity", "invariant", "keys"),
+    [
+        # a quarter each, as of 4,096
+        (2176, False, 544), (4096, False, 1024), (4000, False, 1024), (2176, True, 1024),
+        # splits of fewer keys than the least cost more to join
+        (300, False, 160), (130, False, 160), (1, False, 128), (0, False, 128),
+    ],
+)  # fmt: skip
+def test_a_cache_between_two_buckets_has_as_many_splits_as_the_larger(
+    capacity: int, invariant: bool, keys: int
+) -> None:
+    from wavecrest.ops._flash_decoding.launch import chunk_of
+
+    q, lens = torch.empty(16, 1, 32, 128, device="meta"), torch.empty(16, dtype=torch.int32, device="meta")
+    k = torch.empty(16, capacity, 8, 128, device="meta")
+    call = FlashDecodingCall(q, k, k, lens, batch_invariant=invariant)
+    config = Config(BLOCK_M=16, BLOCK_N=32, CHUNK=1024 if capacity > 1024 else 256, num_warps=2, num_stages=1)
+    assert chunk_of(call, config) == keys
+
+
+def test_splits_of_a_share_are_right(device: str) -> None:
+    config = Config(BLOCK_M=16, BLOCK_N=32, CHUNK=256, num_warps=4, num_stages=1)
+    # the last split has few keys, or none of a short sequence; ends of tiles and of splits
+    for capacity, lens in ((300, [300, 1, 160]), (577, [577, 193, 192]), (330, [329, 161, 33])):
+        call = case(lens, keys=capacity, device=device)
+        assert_right(call, run(call, config))
+
+
 # new keys and values, and columns that are turned
 
 

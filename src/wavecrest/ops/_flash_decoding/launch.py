@@ -13,10 +13,12 @@ import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
+from wavecrest.dispatch.keys import row_bucket
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
+from wavecrest.ops._flash_decoding.config import LEAST_CHUNK
 from wavecrest.ops._flash_decoding.kernel import _decoding_kernel, _joining_kernel
 from wavecrest.ops._flash_decoding.kernel_append import STYLES, _append_kernel
 from wavecrest.ops.common.quantized import LARGEST
@@ -169,6 +171,21 @@ def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
     )  # fmt: skip
 
 
+def chunk_of(call: FlashDecodingCall, config: Config) -> int:
+    """Keys of a split: CHUNK divides the largest capacity of a bucket, and a smaller one has as many splits.
+
+    In splits of 1,024, a quarter of 4,096, 2,176 keys would be three, of which the last has 128. Where the batch must
+    not change a result's bits the capacity does not either, and a number that torch.compile keeps open has no bucket.
+    """
+    chunk, keys, capacity = int(config["CHUNK"]), int(config["BLOCK_N"]), call.capacity
+    if chunk % keys != 0:
+        raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
+    if call.batch_invariant or isinstance(capacity, torch.SymInt):
+        return chunk
+    share = _layout.ceil_div(capacity, _layout.ceil_div(row_bucket(max(1, capacity)), chunk))
+    return min(chunk, max(LEAST_CHUNK, _layout.ceil_div(share, keys) * keys))
+
+
 def plan(
     call: FlashDecodingCall,
     o: Tensor,
@@ -186,9 +203,7 @@ def plan(
     before = append(call, call.q) if call.prepares else None
     if call.cos is not None:
         call = call._replace(q=torch.empty(call.q.shape, dtype=call.q.dtype, device="meta"))
-    chunk, keys = config["CHUNK"], config["BLOCK_N"]
-    if chunk % keys != 0:
-        raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
+    chunk, keys = chunk_of(call, config), config["BLOCK_N"]
     splits = max(1, _layout.ceil_div(call.capacity, chunk))
     first_tensors, join_tensors = _tensors(call, call.q, o, lse, parts, meta)
     rows, width, out = call.seqlen_q * call.group, call.head_dim, call.head_dim_v
@@ -237,7 +252,7 @@ def plan(
             "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
             "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
-        config,
+        Config(**(config.kwargs | {"CHUNK": chunk})),
     )  # fmt: skip
     if splits == 1:
         return Plan(before, first, None, None)
