@@ -865,6 +865,37 @@ def test_a_cache_between_two_buckets_has_as_many_splits_as_the_larger(
     assert chunk_of(call, config) == keys
 
 
+def test_a_cache_of_any_length_is_traced_once() -> None:
+    """With kernels that Dynamo takes for those of a GPU: one graph that launches them, for all lengths of a bucket."""
+    pytest.importorskip("triton", reason="traces a kernel")
+    from tests.ops.test_flash_attention import _child
+
+    code = """
+import torch, torch.utils._triton
+# Dynamo asks for a driver before it wraps a kernel; nothing is launched here
+torch.utils._triton.has_triton = lambda: True
+import wavecrest.ops.common.triton as _triton
+_triton.emulated = "gfx942"
+from wavecrest import ops, registry
+registry.get("flash_decoding").force("triton")
+graphs = []
+
+def capture(module, _inputs):
+    graphs.append([str(node.target) for node in module.graph.nodes])
+    return lambda *_args: (torch.zeros(1),)
+
+compiled = torch.compile(lambda q, k, v, lens: ops.flash_decoding(q, k, v, seq_lens=lens), backend=capture)
+with torch.no_grad():
+    for keys in (2100, 2176, 3001):
+        q, k, v = torch.randn(16, 1, 32, 64), torch.randn(16, keys, 8, 64), torch.randn(16, keys, 8, 64)
+        for cache in (k, v):
+            torch._dynamo.mark_dynamic(cache, 1)
+        compiled(q, k, v, torch.full((16,), keys, dtype=torch.int32))
+print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
+"""
+    assert _child(code).split() == ["1", "2"]
+
+
 def test_splits_of_a_share_are_right(device: str) -> None:
     config = Config(BLOCK_M=16, BLOCK_N=32, CHUNK=256, num_warps=4, num_stages=1)
     # the last split has few keys, or none of a short sequence; ends of tiles and of splits

@@ -175,12 +175,12 @@ def chunk_of(call: FlashDecodingCall, config: Config) -> int:
     """Keys of a split: CHUNK divides the largest capacity of a bucket, and a smaller one has as many splits.
 
     In splits of 1,024, a quarter of 4,096, 2,176 keys would be three, of which the last has 128. Where the batch must
-    not change a result's bits the capacity does not either, and a number that torch.compile keeps open has no bucket.
+    not change a result's bits the capacity does not either.
     """
     chunk, keys, capacity = int(config["CHUNK"]), int(config["BLOCK_N"]), call.capacity
     if chunk % keys != 0:
         raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
-    if call.batch_invariant or isinstance(capacity, torch.SymInt):
+    if call.batch_invariant:
         return chunk
     share = _layout.ceil_div(capacity, _layout.ceil_div(row_bucket(max(1, capacity)), chunk))
     return min(chunk, max(LEAST_CHUNK, _layout.ceil_div(share, keys) * keys))
@@ -250,9 +250,10 @@ def plan(
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
             "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
-            "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
         },
-        Config(**(config.kwargs | {"CHUNK": chunk})),
+        # a number that torch.compile keeps open is no part of a configuration
+        Config(**{name: given for name, given in config.kwargs.items() if name != "CHUNK"}),
     )  # fmt: skip
     if splits == 1:
         return Plan(before, first, None, None)

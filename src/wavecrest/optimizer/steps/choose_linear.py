@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from wavecrest.measure.workload import Inputs
 
 
-# share of the time of float32 GEMMs that three products of tf32 save on sm_90 (one H200, 2026-11-27, no record)
+# share of the time of float32 GEMMs that three products of tf32 save on sm_90 (one H200, 2026-11-27: 1.65 times where
+# 1.63 were predicted with the calls timed alone, 2026-11-27_zoo_twelfth_gpu_0.jsonl.gz)
 THRICE_GAIN = 0.45
 
 
