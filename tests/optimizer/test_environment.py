@@ -22,6 +22,7 @@ from wavecrest.optimizer.measurer import Measurer
 from wavecrest.optimizer.options import Options, Silent
 from wavecrest.optimizer.state import RunState
 from wavecrest.optimizer.steps import StepContext, environment, step_by_id
+from wavecrest.optimizer.steps.base import Found
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs, try_candidates, try_variable
 
 
@@ -131,6 +132,17 @@ def test_a_model_in_memory_is_tried_where_other_processes_can_load_it() -> None:
     workload = from_example(Mine(4, 4), torch.randn(2, 4))
     with pytest.raises(StepRefused, match=r"Mine is defined inside .*or run `wavecrest optimize file\.py:function`"):
         step_by_id("environment").find(StepContext(workload, hardware.cpu()))
+
+
+def test_variables_of_amd_alone_are_expected_to_be_worth_their_seconds() -> None:
+    """None of 22 trials on NVIDIA and CPUs was kept: there others go first."""
+    workload = from_example(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+
+    def ratio(arch: str) -> float | None:
+        device = hardware.Device("cuda", 0, arch, "pretended", 132, 1 << 30, "")
+        return step_by_id("environment").predict(Found(("A=1",)), StepContext(workload, device)).ratio
+
+    assert ratio("gfx942") is None and ratio("sm_90") == 1.0
 
 
 def test_variables_that_are_set_already_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

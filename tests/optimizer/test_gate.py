@@ -648,3 +648,51 @@ def test_the_page_names_every_rule() -> None:
         name.strip() for row in table.splitlines()[2:] if row.startswith("| ") for name in row.split("|")[1].split(",")
     }
     assert named == set(RULES)
+
+
+@pytest.fixture
+def settings() -> Iterator[Any]:
+    """PyTorch's precisions by device, and the older setting for all, as they were."""
+    backends: Any = torch.backends
+    yield backends
+    for one in (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        one.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32 = True
+
+
+def test_precisions_that_a_user_has_set_by_device_are_read_and_put_back(settings: Any) -> None:
+    """The older settings, for all devices, cannot be read then: PyTorch raises."""
+    settings.cuda.matmul.fp32_precision, settings.cudnn.conv.fp32_precision = "tf32", "ieee"
+    for read in (torch.get_float32_matmul_precision, lambda: settings.cudnn.allow_tf32):
+        with pytest.raises(RuntimeError, match="mix"):
+            read()
+    state = ProcessState()
+    assert state.put_back() == []
+    settings.cuda.matmul.fp32_precision = "ieee"
+    (told,) = state.put_back()
+    assert told.startswith("it changed the float32 matmul precision from ('tf32', ")
+    assert settings.cuda.matmul.fp32_precision == "tf32"
+
+
+def test_a_precision_that_a_step_sets_by_device_is_seen(settings: Any) -> None:
+    state = ProcessState()
+    settings.cuda.matmul.fp32_precision = "tf32"
+    (told,) = state.put_back()
+    assert told.startswith("it changed the float32 matmul precision from highest to ('tf32', ")
+    assert torch.get_float32_matmul_precision() == "highest" and settings.cuda.matmul.fp32_precision != "tf32"
+
+
+def test_the_step_for_tf32_runs_where_a_user_has_set_a_precision_by_device(settings: Any) -> None:
+    from wavecrest.optimizer.steps.precision import _TF32
+
+    settings.cuda.matmul.fp32_precision = "tf32"
+    settings.mkldnn.matmul.fp32_precision = "ieee"
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self) -> None:
+            seen.append((settings.cuda.matmul.fp32_precision, settings.mkldnn.matmul.fp32_precision))
+
+    _TF32(Model())()
+    assert seen == [("tf32", "tf32")] and settings.mkldnn.matmul.fp32_precision == "ieee"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 
 import pytest
 import torch
@@ -228,16 +229,21 @@ def test_the_ceiling_of_float32_on_nvidia_counts_three_products_of_tf32(
     own: float, tf32: float, found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: asked[-1])
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: asked.append(precision))
-    asked = ["highest"]
+    settings, asked = types.SimpleNamespace(fp32_precision="ieee"), []
+    monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
 
     def product(*_: object) -> float:
-        return {"highest": own, "high": tf32}[asked[-1]]
+        asked.append(settings.fp32_precision)
+        return {"ieee": own, "tf32": tf32}[asked[-1]]
 
     monkeypatch.setattr(roofline, "_best_product", product)
     assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == found
-    assert asked == ["highest", "high", "highest"]
+    assert asked == ["ieee", "tf32"] and settings.fp32_precision == "ieee"
     assert roofline._peak("cuda", torch.bfloat16, True, lambda: None, 1.0) == own
+    # a user who has set it: PyTorch's function for all devices would raise
+    settings.fp32_precision = "tf32"
+    assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == tf32
+    assert settings.fp32_precision == "tf32"
+    settings.fp32_precision = "ieee"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == own and len(asked) == 3
+    assert roofline._peak("cuda", torch.float32, True, lambda: None, 1.0) == own and asked[-2:] == ["tf32", "ieee"]

@@ -69,6 +69,12 @@ def _tell(reason: str) -> None:
         warnings.warn(f"linear runs on dispatch's choice: {reason}", LinearFallback, stacklevel=4)
 
 
+def _by(layer: LinearOn | Linear) -> str:
+    """The backend that was chosen for a layer, and the precision of its products, as its name has them."""
+    products = f" in {layer.precision}" if layer.precision != "ieee" else ""
+    return f" by {layer.backend}{products}" if layer.backend else ""
+
+
 class LinearOn(nn.Linear):
     """An nn.Linear, with an activation after it or none, on the backend of gemm that its maker names.
 
@@ -82,8 +88,9 @@ class LinearOn(nn.Linear):
     @classmethod
     def adopt(cls, module: nn.Linear, activation: str | None, backend: str, precision: str = "ieee") -> None:
         """Turn an `nn.Linear` into this class, in place."""
-        module.__class__ = cls
-        module.activation, module.backend, module.precision = activation, backend, precision  # type: ignore[assignment]
+        adopted: Any = module
+        adopted.__class__ = cls
+        adopted.activation, adopted.backend, adopted.precision = activation, backend, precision
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features]."""
@@ -91,8 +98,7 @@ class LinearOn(nn.Linear):
 
     def extra_repr(self) -> str:
         act = f", {self.activation}" if self.activation else ""
-        products = f" in {self.precision}" if self.precision != "ieee" else ""
-        return f"{super().extra_repr()}{act} by {self.backend}{products}"
+        return f"{super().extra_repr()}{act}{_by(self)}"
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -264,8 +270,7 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""
         act = f", {self.activation}" if self.activation else ""
-        chosen = f" by {self.backend} in {self.precision}" if self.backend else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}{stored}{chosen}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}{stored}{_by(self)}"
 
     @classmethod
     def from_module(

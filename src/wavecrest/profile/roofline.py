@@ -395,12 +395,13 @@ def _peak(device: str, dtype: Any, on_gpu: bool, finish: Callable[[], None], sec
     if dtype != torch.float32 or not on_gpu or torch.version.hip is not None:
         return _best_product(device, dtype, on_gpu, finish, seconds)
     own = _best_product(device, dtype, on_gpu, finish, seconds / 2)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    # not torch.set_float32_matmul_precision: it raises where the user has set this one
+    settings: Any = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
     try:
         return max(own, _best_product(device, dtype, on_gpu, finish, seconds / 2) / 3)
     finally:
-        torch.set_float32_matmul_precision(before)
+        settings.fp32_precision = before
 
 
 def _best_product(device: str, dtype: Any, on_gpu: bool, finish: Callable[[], None], seconds: float) -> float:

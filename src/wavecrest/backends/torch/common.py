@@ -34,6 +34,34 @@ def settings_of(device: str) -> Any:
     return torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
+def either(
+    read: Callable[[], Any], put: Callable[[Any], Any], settings: tuple[Any, ...]
+) -> tuple[Any, Callable[[Any], None]]:
+    """An older setting of float32's precision, and what puts it back; where it raises, those that came after it.
+
+    PyTorch (2.9 and later) raises a RuntimeError where the older one is read and the user has set another of `settings`
+    by its `fp32_precision`.
+    """
+
+    def put_back(value: Any) -> None:
+        if not isinstance(value, tuple):
+            put(value)
+            return
+        for setting, one in zip(settings, value, strict=True):
+            setting.fp32_precision = one
+
+    try:
+        return read(), put_back
+    except RuntimeError:
+        return tuple(setting.fp32_precision for setting in settings), put_back
+
+
+def matmul_precision() -> tuple[Any, Callable[[Any], None]]:
+    """PyTorch's precision of float32 products on all devices, and what puts it back."""
+    settings = settings_of("cuda"), settings_of("cpu")
+    return either(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, settings)
+
+
 # Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
 @constant_in_graphs
 def rounds(device: str) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from wavecrest import env
+from wavecrest.backends.torch.common import either, matmul_precision
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,9 +68,7 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "the default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
         "the default device": (str(torch.get_default_device()), _set_default_device),
         "the number of threads": (torch.get_num_threads(), torch.set_num_threads),
-        "the float32 matmul precision": (
-            torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision
-        ),
+        "the float32 matmul precision": matmul_precision(),
         "deterministic algorithms": (
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
@@ -82,7 +81,10 @@ def _settings() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "autocast on the GPU": (
             torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)
         ),
-        "cuDNN's TF32": attribute(backends.cudnn, "allow_tf32"),
+        "cuDNN's TF32": either(
+            lambda: backends.cudnn.allow_tf32, lambda value: setattr(backends.cudnn, "allow_tf32", value),
+            (backends.cudnn.conv, backends.cudnn.rnn),
+        ),
         "cuDNN's benchmark mode": attribute(backends.cudnn, "benchmark"),
         "cuDNN": attribute(backends.cudnn, "enabled"),
         "reduced precision sums in float16": attribute(

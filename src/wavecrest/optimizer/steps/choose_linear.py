@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from wavecrest.backends.torch.common import rounds
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.activations import name_of
 from wavecrest.nn.activation import activation_name
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from wavecrest.measure.workload import Inputs
 
 
-# share of the time of float32 GEMMs that three products of tf32 save on sm_90 (one H200, 2026-11-27: 1.65 times where
-# 1.63 were predicted with the calls timed alone, 2026-11-27_zoo_twelfth_gpu_0.jsonl.gz)
+# share of the time of float32 GEMMs that three products of tf32 save on sm_90: cuBLAS takes 1.6 to 2.1 times as long
+# where both were timed (one H200, 2026-11-27, no record)
 THRICE_GAIN = 0.45
 
 
@@ -135,7 +136,7 @@ def race(model: nn.Module, context: StepContext, under: Sequence[str] = ("",)) -
         layer for layer in layers(model, list(context.workload.buckets.values())) if layer.linear.startswith(inside)
     ]
     # where the user lets PyTorch round float32 to tf32, its kernels are faster
-    if context.device.vendor == "nvidia" and torch.get_float32_matmul_precision() == "highest":
+    if context.device.vendor == "nvidia" and not rounds("cuda"):
         seen = [layer.in_three_products() for layer in seen]
     seen = [layer for layer in seen if _is_raced(model.get_submodule(layer.linear), layer, context.device.kind)]
     if not seen:

@@ -82,14 +82,14 @@ class Precision(Step):
 
 class _TF32(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        import torch
+        from wavecrest.backends.torch.common import matmul_precision
 
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
+        before, put_back = matmul_precision()
+        put_back("high" if isinstance(before, str) else ("tf32",) * len(before))
         try:
             return self.run(*args, **kwargs)
         finally:
-            torch.set_float32_matmul_precision(before)
+            put_back(before)
 
 
 class _Autocast(Around):
