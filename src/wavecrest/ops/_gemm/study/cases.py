@@ -115,6 +115,8 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     if arch.name == "sm_90":
         fast = _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale(), precision=FAST_ACCUM)
         add("large fp8 fast_accum", fast)
+        add("large fp32 tf32x3", _empty(4096, 6144, 4096, torch.float32, precision="tf32x3"))
+        add("rows=64 fp32 tf32x3", _empty(64, 6144, 4096, torch.float32, precision="tf32x3"))
     cases = {}
     for name, (planner, make, what) in planned.items():
         chosen = config or make(shape_of(key_of(what)), arch)
