@@ -14,6 +14,8 @@ from types import FrameType
 
 # seconds that a command has to write what it knows after a signal
 PATIENCE = 20.0
+# seconds after which a signal is sent again that came inside a callback
+AGAIN = 0.001
 
 
 def main() -> int:
@@ -21,6 +23,12 @@ def main() -> int:
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if _is_callback(frame):
+            # Python would print what is raised there, and go on
+            again = threading.Timer(AGAIN, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         if received:
             # asked twice: what is written is whole at any time
             os._exit(128 + number)
@@ -69,6 +77,15 @@ def main() -> int:
             _say("interrupted")
         return _leave(128 + received[0])
     return code
+
+
+def _is_callback(frame: FrameType | None) -> bool:
+    """Whether the import system puts away the lock of a module, in a callback of a weak reference."""
+    return (
+        frame is not None
+        and frame.f_code.co_name == "cb"
+        and frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+    )
 
 
 def _imports_torch(frame: FrameType | None) -> bool:

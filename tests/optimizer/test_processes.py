@@ -367,3 +367,27 @@ def test_what_a_kill_in_the_middle_of_a_write_leaves_is_taken_away(run: Run, tmp
     (tmp_path / ".mine").touch()
     run(TakePauseOut(), out=tmp_path, resume=True)
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "plan.json", "report.html", ".mine"}
+
+
+def test_an_interrupt_inside_a_callback_of_the_import_system_is_one_line() -> None:
+    """Python prints what such a callback raises and goes on: the signal is sent again behind it."""
+    code = """
+import os, signal, sys, time, types, weakref
+import wavecrest.__main__ as program
+
+def run():
+    space = {"os": os, "signal": signal}
+    body = "def cb(_ref):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    for _ in range(100): pass"
+    exec(compile(body, "<frozen importlib._bootstrap>", "exec"), space)
+    class Lock: pass
+    lock = Lock()
+    ref = weakref.ref(lock, space["cb"])
+    del lock
+    time.sleep(20)
+    return 0
+
+sys.modules["wavecrest.cli.main"] = types.SimpleNamespace(main=run)
+sys.exit(program.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
