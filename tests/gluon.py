@@ -83,8 +83,19 @@ class Tile:
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.data.permute(*order))
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Tile:
+        assert dtype == self.dtype
+        return Tile(self.data.view(shape))
+
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
+
+    def load(self, _layout: Any) -> Tensor:
+        return self.data.clone()
 
 
 class Pointer:
@@ -273,7 +284,7 @@ class Kernels:
             num_programs=lambda _axis: number(self._place.programs),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
-            convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout,
+            convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout, BlockedLayout=layout,
             arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load, store=Pointer.store,
             expand_dims=Tensor.unsqueeze,
         )  # fmt: skip

@@ -73,7 +73,8 @@ RULES: tuple[Rule, ...] = (
     # wavecrest's own Triton kernels
     # norms and softmax; quantization without a norm has the same kernel name
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
-    Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|hopper_gemm|hopper_blocks|cdna3?)_kernel$", "gemm", "wavecrest"),
+    Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|cdna3?)_kernel$", "gemm", "wavecrest"),
+    Rule(r"^_hopper_(?:gemm|apart|blocks)_kernel$", "gemm", "wavecrest"),
     # the grouped GEMMs of a mixture of experts, with the sort before and the sum behind them
     Rule(r"^_moe_\w+_kernel$", "gemm", "wavecrest"),
     Rule(r"^_(?:causal_conv1d|conv2d)_kernel$", "convolution", "wavecrest"),

@@ -189,7 +189,8 @@ op.attach_kernel(
     refuse=_refuse_hopper,
     opt_in=_opt_in,
     priority=PRIORITY,
-    default_config=lambda _key: _config.hopper(),
+    default_config=lambda key: _config.hopper_of(shape_of(key)),
+    optional=("APART",),
 )
 op.attach_kernel(
     _blocks.NAME,

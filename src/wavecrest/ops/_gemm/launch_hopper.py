@@ -19,12 +19,14 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
-from wavecrest.ops._gemm.kernel_hopper import _hopper_gemm_kernel
+from wavecrest.ops._gemm.kernel_hopper import _hopper_apart_kernel, _hopper_gemm_kernel
 
 DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
 # groups that multiply, each with separate rows
 GROUPS = 2
+# columns that the group which ends tiles stores at once
+APART_COLUMNS = 64
 
 
 def refusal(call: GemmCall) -> str | None:
@@ -53,10 +55,15 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     """The kernel for a checked call that `refusal` says nothing against and that has a result.
 
     Raises:
-        InvalidArgument: the second group would stay behind by more steps than there are stages, and wait for ever.
+        InvalidArgument: the second group would stay behind by more steps than there are stages, and wait for ever, or
+            by some where a fourth group ends tiles.
     """
-    if not 0 <= config["BEHIND"] < config["STAGES"]:
-        raise InvalidArgument(f"gemm: BEHIND is below STAGES, {config['STAGES']}, and not {config['BEHIND']}")
+    apart = bool(config.kwargs.get("APART", 0))
+    most = 0 if apart else config["STAGES"] - 1
+    if not 0 <= config["BEHIND"] <= most:
+        raise InvalidArgument(f"gemm: BEHIND is at most {most} here, and not {config['BEHIND']}")
+    if apart:
+        config = Config(**{name: value for name, value in config.kwargs.items() if name not in ("BEHIND", "APART")})
     # a tile has two halves of columns of b
     columns = config["BLOCK_N"] * (1 if call.activation in GATED else 2)
     tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, columns)
@@ -64,25 +71,25 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     bias, *_ = _launch.other_tensors(call)
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
-        _hopper_gemm_kernel,
+        _hopper_apart_kernel if apart else _hopper_gemm_kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *_descriptors(call, y, config), bias, call.N, tiles_m, tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]),
-            bias_stride, alpha, slope,
+            *_descriptors(call, y, config, APART_COLUMNS if apart else config["BLOCK_N"]), bias, call.N, tiles_m,
+            tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]), bias_stride, alpha, slope,
         ),
         {name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED")},
         config,
     )  # fmt: skip
 
 
-def _descriptors(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
-    """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result."""
+def _descriptors(call: GemmCall, y: Tensor, config: Config, stored: int) -> tuple[Any, ...]:
+    """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result, `stored` columns a store."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     rows = call.a.as_strided((call.M, call.K), (_launch.row_stride(call), 1))
     return (
         _triton.tile_descriptor(rows, [m, k]),
         _triton.tile_descriptor(call.b.mT, [n, k]),
-        _triton.tile_descriptor(y.view(call.M, call.N), [m // GROUPS, n]),
+        _triton.tile_descriptor(y.view(call.M, call.N), [m // GROUPS, stored]),
     )
 
 

@@ -10,6 +10,8 @@ from wavecrest.ops.common.triton import reciprocal, tl, triton
 
 NONE, RELU, LEAKY_RELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SILU, GELU, GELU_TANH = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+# GELU, of a result that is rounded to 16 bits
+GELU_16 = tl.constexpr(6)
 # name -> what kernels are compiled for
 ACTIVATIONS = {"relu": 1, "leaky_relu": 2, "silu": 3, "gelu": 4, "gelu_tanh": 5}
 
@@ -64,6 +66,27 @@ def gelu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def gelu_16(x):  # type: ignore[no-untyped-def]
+    """`gelu` for results of 16 bits: the factor to 1.2e-5 of its value down to x = -9, and below that -1e-18.
+
+    log2 of the normal distribution's tail is nearly a parabola: a polynomial, fitted for its least error over |x| < 9,
+    and one exponential are 14 instructions on sm_90 where `gelu` has 20.
+    """
+    size = tl.abs(x)
+    a = tl.minimum(size, 9.0)
+    p = 7.46325242e-08 * a - 3.6557733e-06
+    p = p * a + 7.94375446e-05
+    p = p * a - 0.0010200484
+    p = p * a + 0.00875086803
+    p = p * a - 0.0543046631
+    p = p * a - 0.458241522
+    p = p * a - 1.15129495
+    p = p * a - 0.999996603
+    # relu(x), and -inf's NaN. no comparison: ptxas has few predicates, and works out one element after another for them
+    return (0.5 * x + 0.5 * size) - a * tl.exp2(p)
+
+
+@triton.jit
 def activate(x, slope, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """One of ACTIVATIONS of float32 values."""
     if ACTIVATION == RELU:
@@ -76,4 +99,6 @@ def activate(x, slope, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def
         x = gelu(x)
     elif ACTIVATION == GELU_TANH:
         x = gelu_tanh(x)
+    elif ACTIVATION == GELU_16:
+        x = gelu_16(x)
     return x

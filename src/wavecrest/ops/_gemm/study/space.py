@@ -31,8 +31,10 @@ from wavecrest.ops._gemm.config import (
     cdna,
     cdna_step,
     hopper,
+    hopper_apart,
     hopper_blocks,
     hopper_blocks_of,
+    hopper_of,
     in_one_loop,
 )  # fmt: skip
 from wavecrest.ops._gemm.key import shape_of
@@ -336,18 +338,21 @@ def launches(planner: _launch.Planner, call: GemmCall, config: Config, arch: Arc
     return [plan.first] if plan.second is None else [plan.first, plan.second]
 
 
-def hopper_space(_key: Key, arch: Arch) -> Iterator[Config]:
+def hopper_space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_hopper` worth trying, the default first."""
-    for row in _spaces.rows("gemm")["hopper"]["tiles"]:
-        config = hopper(*row)
-        if hopper_shared_bytes(config) <= arch.lds_kib << 10:
+    rows = _spaces.rows("gemm")["hopper"]
+    first = hopper_of(shape_of(key))
+    yield first
+    for config in (*(hopper_apart(*row) for row in rows["apart"]), *(hopper(*row) for row in rows["tiles"])):
+        if config != first and hopper_shared_bytes(config) <= arch.lds_kib << 10:
             yield config
 
 
 def hopper_shared_bytes(config: Config) -> int:
-    """Shared memory of a program of `triton_hopper`: tiles of each stage, and of the result."""
+    """Shared memory of a program of `triton_hopper`: tiles of each stage, and of the result or the sums."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    return 2 * (config["STAGES"] * (m + 2 * n) * k + m * n) + BESIDE_HOPPER_TILES
+    halves = 2 if "APART" in config else 1
+    return 2 * (config["STAGES"] * (m + 2 * n) * k + halves * m * n) + BESIDE_HOPPER_TILES
 
 
 def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
