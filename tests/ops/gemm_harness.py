@@ -385,6 +385,8 @@ def steps_of(backend: str, call: GemmCall) -> float:
         return _step_after_float8(call)
     finished = call.alpha != 1.0 or out_dtype(call) != call.a.dtype
     finished |= any(value is not None for value in (*call[2:7], call.out_scale))
+    if backend == "triton_hopper_epilogue" and finished:
+        return float(2.0 ** -_FLOATS[call.a.dtype][0])
     if backend == "torch" and call.a.dtype in (F16, BF16) and (finished or call.a.is_cuda):
         return float(2.0 ** -_FLOATS[call.a.dtype][0])
     return 2.0**-24

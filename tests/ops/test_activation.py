@@ -1,4 +1,4 @@
-"""Activations of kernels: `GELU_16` against float64, over all that 16 bits can tell apart."""
+"""Activations of kernels: `gelu_16` against float64, over all that 16 bits can tell apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from wavecrest.ops.common.activation import GELU_16, activate
+from wavecrest.ops.common.activation import gelu_16 as device_gelu_16
 from wavecrest.ops.common.triton import tl, triton
 
 
@@ -14,7 +14,7 @@ from wavecrest.ops.common.triton import tl, triton
 def _gelu_16_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-    tl.store(y_ptr + at, activate(x, 0.0, GELU_16), mask=at < n)
+    tl.store(y_ptr + at, device_gelu_16(x), mask=at < n)
 
 
 def gelu_16(x: torch.Tensor) -> torch.Tensor:

@@ -847,6 +847,7 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
         "triton_stream_k",
         "triton_gemv",
         "triton_hopper",
+        "triton_hopper_epilogue",
         "triton_hopper_blocks",
         "triton_cdna",
     ]
@@ -860,6 +861,7 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
         "triton_stream_k",
         "triton_gemv",
         "triton_hopper",
+        "triton_hopper_epilogue",
         "triton_hopper_blocks",
         "triton_cdna",
         "eager",

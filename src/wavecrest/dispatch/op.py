@@ -185,6 +185,7 @@ class Op(Generic[C, R]):
         default_config: Callable[[Key], Config],
         run: Callable[[C, Config], R] | None = None,
         optional: tuple[str, ...] = (),
+        as_native: bool = False,
     ) -> None:
         """Add one of wavecrest's kernels by the function that binds it (see `Backend`); forgets earlier decisions.
 
@@ -200,7 +201,12 @@ class Op(Generic[C, R]):
         def asked_for(call: C) -> str | None:
             return ON_THE_CPU if device_of(call) == "cpu" else opt_in(call)
 
-        self._add(Backend(name, run or bound_and_called, bind, refuse, asked_for, priority, default_config, optional))
+        run = run or bound_and_called
+        self._add(
+            Backend(
+                name, run, bind, refuse, asked_for, priority, default_config, optional, as_native=as_native
+            )
+        )  # fmt: skip
 
     def attach_user(self, backend: Backend[C, R]) -> None:
         """Add or replace a kernel of a user's; decisions made before are forgotten.

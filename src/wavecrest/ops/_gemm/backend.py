@@ -29,6 +29,7 @@ from wavecrest.ops._gemm.reference import reference
 
 # below PyTorch's: a library's GEMM is the default until a measured row says otherwise
 PRIORITY = 5
+EPILOGUE = "triton_hopper_epilogue"
 MEASURED = "runs where a measured row names it"
 # above the portable kernel's, which takes twice its time from 128 rows on (one H200, 2026-11-26)
 BLOCKS_PRIORITY = PRIORITY + 1
@@ -141,6 +142,15 @@ def _run_hopper(call: GemmCall, config: Config) -> Tensor:
     return _in_graph(call) if torch.compiler.is_compiling() else _bind_hopper(call, config)(call)
 
 
+def _bind_epilogue(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
+    return _hopper.bind(call, config, _portable(call), EPILOGUE, _hopper.launch_epilogue)
+
+
+def _run_epilogue(call: GemmCall, config: Config) -> Tensor:
+    """As `_run_hopper`."""
+    return _in_graph(call) if torch.compiler.is_compiling() else _bind_epilogue(call, config)(call)
+
+
 def _bind_blocks(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
     return _blocks.bind(call, config, _portable(call))
 
@@ -189,8 +199,17 @@ op.attach_kernel(
     refuse=_refuse_hopper,
     opt_in=_opt_in,
     priority=PRIORITY,
-    default_config=lambda key: _config.hopper_of(shape_of(key)),
-    optional=("APART",),
+    default_config=lambda _key: _config.hopper(),
+)
+op.attach_kernel(
+    EPILOGUE,
+    _bind_epilogue,
+    run=_run_epilogue,
+    refuse=_refuse_hopper,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=lambda _key: _config.hopper_epilogue(),
+    as_native=True,
 )
 op.attach_kernel(
     _blocks.NAME,

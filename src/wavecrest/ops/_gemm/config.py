@@ -199,21 +199,9 @@ def hopper(columns: int = 128, stages: int = 4, group: int = 8, behind: int = 2)
     )
 
 
-def hopper_apart(columns: int = 128, stages: int = 3, group: int = 8) -> Config:
-    """As `hopper`, for `_hopper_apart_kernel`: sums take shared memory too, and no group stays behind."""
-    return Config(
-        BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=group, STAGES=stages, BEHIND=0, APART=1, num_warps=4,
-        num_stages=1,
-    )  # fmt: skip
-
-
-def hopper_of(shape: Shape) -> Config:
-    """The one for a call.
-
-    A group that ends tiles is 1.1 to 1.2 times as fast for layers with GELU, and up to 3 % slower where gate and up
-    have a K of 2,048 to 4,096, whose tiles end seldom (one H200, 2026-11-27).
-    """
-    return hopper() if shape.gated else hopper_apart()
+def hopper_epilogue(columns: int = 128, stages: int = 3, group: int = 8) -> Config:
+    """As `hopper`, for `_hopper_epilogue_kernel`: sums take shared memory too, and no group stays behind."""
+    return Config(BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=group, STAGES=stages, num_warps=4, num_stages=1)
 
 
 def hopper_blocks(

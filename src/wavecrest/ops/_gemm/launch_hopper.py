@@ -1,4 +1,4 @@
-"""The launch of the kernel for sm_90 (`kernel_hopper.py`), which calls it refuses, and its configurations."""
+"""The launches of the kernels for sm_90 (`kernel_hopper.py`, `kernel_hopper_epilogue.py`), and what they refuse."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
-from wavecrest.ops._gemm.kernel_hopper import _hopper_apart_kernel, _hopper_gemm_kernel
+from wavecrest.ops._gemm.kernel_hopper import _hopper_gemm_kernel
+from wavecrest.ops._gemm.kernel_hopper_epilogue import _hopper_epilogue_kernel
 
 DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
 # groups that multiply, each with separate rows
 GROUPS = 2
 # columns that the group which ends tiles stores at once
-APART_COLUMNS = 64
+STORED = 64
 
 
 def refusal(call: GemmCall) -> str | None:
-    """The reason why the kernel cannot run a call that the kernels over tiles take."""
+    """The reason why neither kernel can run a call that the kernels over tiles take."""
     reason = _hopper.refusal(in_graphs=True)
     if reason is not None:
         return reason
@@ -55,15 +56,21 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     """The kernel for a checked call that `refusal` says nothing against and that has a result.
 
     Raises:
-        InvalidArgument: the second group would stay behind by more steps than there are stages, and wait for ever, or
-            by some where a fourth group ends tiles.
+        InvalidArgument: the second group would stay behind by more steps than there are stages, and wait for ever.
     """
-    apart = bool(config.kwargs.get("APART", 0))
-    most = 0 if apart else config["STAGES"] - 1
-    if not 0 <= config["BEHIND"] <= most:
-        raise InvalidArgument(f"gemm: BEHIND is at most {most} here, and not {config['BEHIND']}")
-    if apart:
-        config = Config(**{name: value for name, value in config.kwargs.items() if name not in ("BEHIND", "APART")})
+    if not 0 <= config["BEHIND"] < config["STAGES"]:
+        raise InvalidArgument(f"gemm: BEHIND is below STAGES, {config['STAGES']}, and not {config['BEHIND']}")
+    return _launch_of(_hopper_gemm_kernel, call, y, config, arch, config["BLOCK_N"])
+
+
+def launch_epilogue(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
+    """As `launch`, of the kernel whose epilogue has warps of its own."""
+    return _launch_of(_hopper_epilogue_kernel, call, y, config, arch, STORED)
+
+
+def _launch_of(
+    kernel: Any, call: GemmCall, y: Tensor, config: Config, arch: Arch | None, stored: int
+) -> _launcher.Launch:
     # a tile has two halves of columns of b
     columns = config["BLOCK_N"] * (1 if call.activation in GATED else 2)
     tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, columns)
@@ -71,11 +78,12 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     bias, *_ = _launch.other_tensors(call)
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
-        _hopper_apart_kernel if apart else _hopper_gemm_kernel,
+        kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *_descriptors(call, y, config, APART_COLUMNS if apart else config["BLOCK_N"]), bias, call.N, tiles_m,
-            tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]), bias_stride, alpha, slope,
+            *_descriptors(call, y, config, stored), bias, call.N, tiles_m, tiles_n,
+            _layout.ceil_div(call.K, config["BLOCK_K"]),
+            bias_stride, alpha, slope,
         ),
         {name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED")},
         config,
@@ -83,7 +91,7 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
 
 
 def _descriptors(call: GemmCall, y: Tensor, config: Config, stored: int) -> tuple[Any, ...]:
-    """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result, `stored` columns a store."""
+    """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result, `stored` columns a block."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     rows = call.a.as_strided((call.M, call.K), (_launch.row_stride(call), 1))
     return (
@@ -93,8 +101,16 @@ def _descriptors(call: GemmCall, y: Tensor, config: Config, stored: int) -> tupl
     )
 
 
-def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor]) -> Callable[[GemmCall], Tensor]:
+def bind(
+    call: GemmCall,
+    config: Config,
+    portable: Callable[[GemmCall], Tensor],
+    backend: str = "triton_hopper",
+    launch_of: Callable[..., _launcher.Launch] = launch,
+) -> Callable[[GemmCall], Tensor]:
     """The function for all calls with the signature of this one.
+
+    `launch_of`: a backend's, `launch` or `launch_epilogue`.
 
     `portable`: the other kernel's, for calls whose tensors do not begin at multiples of 16 bytes or have a stride of 0,
     which descriptors do not take.
@@ -102,7 +118,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     if math.prod(call.shape) == 0:
         return portable
     if not _walks(call):
-        _launcher.replaced("gemm", WALKS, "triton_hopper")
+        _launcher.replaced("gemm", WALKS, backend)
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     start: Callable[..., None] | None = None
@@ -111,11 +127,11 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         nonlocal start
         a, b = call.a, call.b
         addresses = a.data_ptr() | b.data_ptr()
-        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, "triton_hopper"):
+        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, backend):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:
-            made = launch(call, y, config, arch)
+            made = launch_of(call, y, config, arch)
             start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
         start(a, b, y, a if call.bias is None else call.bias)
         return y

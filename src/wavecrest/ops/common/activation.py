@@ -10,8 +10,6 @@ from wavecrest.ops.common.triton import reciprocal, tl, triton
 
 NONE, RELU, LEAKY_RELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SILU, GELU, GELU_TANH = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-# GELU, of a result that is rounded to 16 bits
-GELU_16 = tl.constexpr(6)
 # name -> what kernels are compiled for
 ACTIVATIONS = {"relu": 1, "leaky_relu": 2, "silu": 3, "gelu": 4, "gelu_tanh": 5}
 
@@ -99,6 +97,4 @@ def activate(x, slope, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def
         x = gelu(x)
     elif ACTIVATION == GELU_TANH:
         x = gelu_tanh(x)
-    elif ACTIVATION == GELU_16:
-        x = gelu_16(x)
     return x

@@ -30,6 +30,9 @@ def studies() -> dict[str, Study[GemmCall]]:
     kernels["triton_hopper"] = KernelStudy(
         space.hopper_space, space.hopper_launches, partial(work.work, "triton_hopper")
     )
+    kernels["triton_hopper_epilogue"] = KernelStudy(
+        space.epilogue_space, space.epilogue_launches, partial(work.work, "triton_hopper_epilogue")
+    )
     kernels["triton_hopper_blocks"] = KernelStudy(
         space.blocks_space, space.blocks_launches, partial(work.work, "triton_hopper_blocks")
     )

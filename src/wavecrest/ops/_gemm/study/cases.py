@@ -139,7 +139,8 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         for name, what in own.items():
             y = what.a.new_empty(what.shape, dtype=what.dtype)
             cases[name] = _hopper.launch(what, y, _config.hopper(), arch)
-            cases[name.replace("hopper", "hopper apart")] = _hopper.launch(what, y, _config.hopper_apart(), arch)
+            name = name.replace("hopper", "hopper epilogue")
+            cases[name] = _hopper.launch_epilogue(what, y, _config.hopper_epilogue(), arch)
         cases |= _block_cases(f8, arch)
     if arch.name in _cdna.FLOAT8 and config is None:
         own = {

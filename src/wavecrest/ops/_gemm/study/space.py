@@ -31,10 +31,9 @@ from wavecrest.ops._gemm.config import (
     cdna,
     cdna_step,
     hopper,
-    hopper_apart,
     hopper_blocks,
     hopper_blocks_of,
-    hopper_of,
+    hopper_epilogue,
     in_one_loop,
 )  # fmt: skip
 from wavecrest.ops._gemm.key import shape_of
@@ -338,20 +337,25 @@ def launches(planner: _launch.Planner, call: GemmCall, config: Config, arch: Arc
     return [plan.first] if plan.second is None else [plan.first, plan.second]
 
 
-def hopper_space(key: Key, arch: Arch) -> Iterator[Config]:
+def hopper_space(_key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_hopper` worth trying, the default first."""
-    rows = _spaces.rows("gemm")["hopper"]
-    first = hopper_of(shape_of(key))
-    yield first
-    for config in (*(hopper_apart(*row) for row in rows["apart"]), *(hopper(*row) for row in rows["tiles"])):
-        if config != first and hopper_shared_bytes(config) <= arch.lds_kib << 10:
+    for row in _spaces.rows("gemm")["hopper"]["tiles"]:
+        config = hopper(*row)
+        if hopper_shared_bytes(config) <= arch.lds_kib << 10:
             yield config
 
 
-def hopper_shared_bytes(config: Config) -> int:
-    """Shared memory of a program of `triton_hopper`: tiles of each stage, and of the result or the sums."""
+def epilogue_space(_key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of `triton_hopper_epilogue` worth trying, the default first."""
+    for row in _spaces.rows("gemm")["hopper"]["epilogue"]:
+        config = hopper_epilogue(*row)
+        if hopper_shared_bytes(config, halves=2) <= arch.lds_kib << 10:
+            yield config
+
+
+def hopper_shared_bytes(config: Config, halves: int = 1) -> int:
+    """Shared memory of a program: tiles of each stage, and `halves` of the result or its sums (the epilogue's: 2)."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    halves = 2 if "APART" in config else 1
     return 2 * (config["STAGES"] * (m + 2 * n) * k + halves * m * n) + BESIDE_HOPPER_TILES
 
 
@@ -360,6 +364,13 @@ def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     if math.prod(call.shape) == 0:
         return []
     return [_hopper.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
+
+
+def epilogue_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launch of a call on `triton_hopper_epilogue`; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
+        return []
+    return [_hopper.launch_epilogue(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
 
 
 def blocks_space(key: Key, arch: Arch) -> Iterator[Config]:
