@@ -26,6 +26,7 @@ from wavecrest import hardware
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
+from wavecrest.nn.linear import LinearOn
 from wavecrest.ops._gemm import backend as gemm_backend
 from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm.backend import op as gemm
@@ -170,3 +171,25 @@ def test_in_torch_compile_it_is_one_operation(monkeypatch: pytest.MonkeyPatch) -
     config: Config = configs.hopper_epilogue()
     gemm_backend._run_epilogue(call, config)
     assert asked == [call]
+
+
+def test_a_compiled_layer_runs_on_the_backend_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on dispatch's choice, which a graph's own operation of gemm would ask for."""
+    layer = torch.nn.Linear(64, 40, dtype=BF16)
+    LinearOn.adopt(layer, "gelu", EPILOGUE)
+    ran: list[str] = []
+    call_on = type(gemm).call_on
+
+    def recorded(op: AnyOp, backend: str, call: GemmCall) -> Tensor:
+        if torch.compiler.is_compiling():
+            return call_on(op, backend, call)
+        ran.append(backend)
+        return gemm.reference(call)
+
+    monkeypatch.setattr(type(gemm), "call_on", recorded)
+    monkeypatch.setattr("wavecrest.ops._gemm.launch_hopper.refusal", lambda call: None)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        x = torch.randn(20, 64, dtype=BF16)
+        assert same_bits(compiled(x), layer(x))
+    assert ran == [EPILOGUE, EPILOGUE]

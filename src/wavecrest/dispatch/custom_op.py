@@ -124,6 +124,46 @@ def configured_operation_of(
     return in_graph
 
 
+def named_operation_of(
+    name: str,
+    call_type: type[C],
+    run: Callable[[C, str], Tensor],
+    fake: Callable[[C], Tensor],
+    without: tuple[str, ...] = (),
+) -> Callable[[C, str], Tensor]:
+    """A function that runs a call on a backend that is named, as the custom op `wavecrest::NAME`.
+
+    Args:
+        name: of the operation, which no other has.
+        call_type: the type of its calls, whose fields are its arguments.
+        run: runs a call on a backend; must not write to its tensors, except through the fields in `without`.
+        fake: an empty tensor of the result's shape, dtype and device, for calls of fake tensors.
+        without: fields that have their defaults inside a graph.
+
+    Raises:
+        InvalidArgument: a field has a type that a schema cannot express.
+    """
+    schema = f"{schema_of(call_type).removesuffix(') -> Tensor')}, str backend) -> Tensor"
+    restored = _with_defaults(call_type, without)
+    operation = torch.library.custom_op(
+        f"wavecrest::{name}", lambda *values: run(restored(values[:-1]), values[-1]), mutates_args=(), schema=schema
+    )
+    operation.register_fake(lambda *values: fake(call_type(*values[:-1])))
+
+    def in_graph(call: C, backend: str) -> Tensor:
+        result: Tensor = operation(*call, backend)
+        return result
+
+    return in_graph
+
+
+def _with_defaults(call_type: type[C], without: tuple[str, ...]) -> Callable[[tuple[Any, ...]], C]:
+    """A function that makes a call of its values, with the defaults of some fields in place of theirs."""
+    defaults: dict[str, Any] = getattr(call_type, "_field_defaults", {})
+    kept = {list(fields_of(call_type)).index(name): defaults[name] for name in without}
+    return lambda values: call_type(*[kept.get(place, value) for place, value in enumerate(values)])
+
+
 def custom_op_of(
     op: Op[C, Tensor], call_type: type[C], fake: Callable[[C], Tensor], without: tuple[str, ...] = ()
 ) -> Callable[[C], Tensor]:
@@ -138,11 +178,5 @@ def custom_op_of(
     Raises:
         InvalidArgument: a field has a type that a schema cannot express.
     """
-    defaults: dict[str, Any] = getattr(call_type, "_field_defaults", {})
-    places = [list(fields_of(call_type)).index(name) for name in without]
-    kept = {place: defaults[name] for place, name in zip(places, without, strict=True)}
-
-    def run(call: C) -> Tensor:
-        return op(call_type(*[kept.get(place, value) for place, value in enumerate(call)]))
-
-    return operation_of(op.name, call_type, run, fake)
+    restored = _with_defaults(call_type, without)
+    return operation_of(op.name, call_type, lambda call: op(restored(call)), fake)

@@ -104,7 +104,9 @@ _in_graph = torch.library.custom_op("wavecrest::linear_on", linear_on, mutates_a
 
 
 @_in_graph.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str, precision: str = "ieee"
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

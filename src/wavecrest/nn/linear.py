@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wavecrest.dispatch.custom_op import named_operation_of
 from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
 from wavecrest.nn.hooks import plain
 from wavecrest.nn.precision import by_autocast, in_16_bits, in_autocast, of_gemm, rounded
 from wavecrest.ops import PackedWeight, linear, pack, rms_norm
-from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.backend import fake, is_one_operation, op
 from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
@@ -47,7 +48,7 @@ def _run_on(call: GemmCall, backend: str) -> Tensor:
         # asked first: Dynamo does not trace how Unsupported is made
         refusal = op.backends[backend].refuse(call)
         if refusal is None:
-            return op.call_on(backend, call)
+            return _on_in_graph(call, backend) if is_one_operation(backend, call) else op.call_on(backend, call)
         reason = f"{op.name}: backend {backend} refuses: {refusal}"
     else:
         try:
@@ -58,6 +59,9 @@ def _run_on(call: GemmCall, backend: str) -> Tensor:
     if not call.needs_grad:
         _tell(reason)
     return op(call)
+
+
+_on_in_graph = named_operation_of("gemm_on", GemmCall, _run_on, fake, without=("overwrite_residual",))
 
 
 # Dynamo runs this while it traces, so that a warning is no break of the graph

@@ -48,13 +48,14 @@ op: Op[GemmCall, Tensor] = Op(
 )
 
 
-def _fake(call: GemmCall) -> Tensor:
+def fake(call: GemmCall) -> Tensor:
+    """An empty result of a call."""
     return torch.empty(call.shape, dtype=call.dtype, device=call.a.device)
 
 
 # for calls whose addresses are read, which Dynamo does not trace: the graph calls the op, which decides again.
 # The residual of a graph is the graph's: it is not overwritten
-_in_graph = custom_op_of(op, GemmCall, _fake, without=("overwrite_residual",))
+_in_graph = custom_op_of(op, GemmCall, fake, without=("overwrite_residual",))
 
 
 def _refuse(call: GemmCall) -> str | None:
@@ -122,11 +123,28 @@ def default_config(make: Callable[[_config.Shape, Arch | None], Config], key: Ke
 
 def _run(planner: _launch.Planner, call: GemmCall, config: Config) -> Tensor:
     """One call; inside torch.compile as one operation of the graph where its addresses are read."""
-    if torch.compiler.is_compiling() and (
-        _launch.with_descriptors(call, config) or (planner is _gemv.gemv and _gemv.reads_words(call))
-    ):
+    if torch.compiler.is_compiling() and _reads_addresses(planner, call, config):
         return _in_graph(call)
     return _launch.bind(planner, call, config)(call)
+
+
+def _reads_addresses(planner: _launch.Planner, call: GemmCall, config: Config) -> bool:
+    return _launch.with_descriptors(call, config) or (planner is _gemv.gemv and _gemv.reads_words(call))
+
+
+def is_one_operation(backend: str, call: GemmCall) -> bool:
+    """True where torch.compile's graph has a call on a backend as one operation, which decides again when it runs.
+
+    So a caller who names the backend makes an operation that names it too.
+    """
+    if backend in ("triton_hopper", EPILOGUE, _blocks.NAME):
+        return True
+    planner = _PLANNERS.get(backend)
+    return planner is not None and _reads_addresses(planner, call, op.config_of(backend, op.key(call)))
+
+
+# of kernels that a graph traces, or has as one operation, call by call
+_PLANNERS = {"triton": _launch.tiles, "triton_stream_k": _launch.stream, "triton_gemv": _gemv.gemv}
 
 
 def _portable(call: GemmCall) -> Callable[[GemmCall], Tensor]:
