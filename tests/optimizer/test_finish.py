@@ -60,7 +60,7 @@ def test_compiled_code_is_checked_at_other_shapes_where_there_is_time(left: floa
         costs=costs,
         seconds_left=left,
     )
-    assert finish._may_recompile(run) is may
+    assert finish.may_recompile(run) is may
 
 
 @pytest.mark.parametrize("may", [False, True])
@@ -76,7 +76,7 @@ def test_without_time_the_result_is_the_model_of_its_trial(
             made.append(super().apply(model, params))
             return made[-1]
 
-    monkeypatch.setattr(finish, "_may_recompile", lambda _run: may)
+    monkeypatch.setattr(finish, "may_recompile", lambda _run: may)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
     result = run(Remembers())
     assert result.record.result is not None and result.record.result.verdict == "faster"

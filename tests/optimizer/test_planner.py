@@ -20,7 +20,7 @@ from wavecrest.measure.workload import from_example
 from wavecrest.optimizer import planner
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
-from wavecrest.optimizer.steps import Found, Prediction, StepContext
+from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, StepContext, step_by_id
 from wavecrest.records import OptimizeRecord
 
 
@@ -518,9 +518,34 @@ def test_a_promising_step_is_tried_in_the_time_of_later_looks(
     seen: list[int | None] = []
     monkeypatch.setattr(planner.Planner, "_looks_to_take", lambda self: None)
     monkeypatch.setattr(planner.Planner, "_one_only", False)
+    monkeypatch.setattr(planner, "may_recompile", lambda run: True)
     monkeypatch.setattr(planner.Planner, "_proof", lambda self, step, count, **_: seen.append(count) or 1.0)
     planner.Planner(SimpleNamespace(), [])._reserve(None, Prediction(promised, "planted"))  # type: ignore[arg-type]
     assert seen == [looks]
+
+
+@pytest.mark.parametrize(("left", "kept"), [(300.0, True), (169.0, False)])
+def test_no_time_is_kept_to_compile_the_result_again_where_there_is_too_little(
+    left: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 billion parameters ended after 216 s of 270 with neither the check nor a tenth step (H200, 2026-11-27)."""
+    costs = Costs(sampling=4.0, least_final=70.0, loads=8)
+    costs.add("first", 47.6, compiling=43.0, tracing=5.0)
+    costs.add("later", 28.0, compiling=24.0, tracing=5.0)
+    compiled = AppliedSteps().plus(step_by_id("compile:default"), {"preset": "default"})
+    run: Any = SimpleNamespace(
+        ledger=SimpleNamespace(applied=compiled, record=SimpleNamespace(steps=[])),
+        options=SimpleNamespace(budget=270.0),
+        costs=costs,
+        seconds_left=left,
+    )
+    chooser = planner.Planner(run, [])
+    with_it, without = (
+        costs.final(270.0, compiled=True, looks=1, recompiled=recompiled) for recompiled in (True, False)
+    )
+    assert without < 169.0 < with_it < 300.0
+    monkeypatch.setattr(planner.Planner, "_looks_to_take", lambda self: 1)
+    assert chooser._reserve(None, Prediction(1.03, "planted")) == (with_it if kept else without)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
 from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs, timeout_of
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
-from wavecrest.optimizer.planner import LATE_SHARE
+from wavecrest.optimizer.planner import may_recompile
 from wavecrest.optimizer.ranged import GRAPHS, seconds_to_serve, serving
 from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
@@ -52,7 +52,7 @@ def finish(run: RunState) -> None:
     """
     if run.ledger.applied.steps:
         run.progress.phase("final check of answers")
-    recompiled = _may_recompile(run)
+    recompiled = may_recompile(run)
     anew = recompiled or bool(run.workload.ranges)
     if anew:
         torch._dynamo.reset()
@@ -128,14 +128,6 @@ def _final(run: RunState, *, recompiled: bool = True) -> Result:
 def final_seconds(run: RunState) -> float:
     """Seconds for which each process of the final measurement samples a bucket."""
     return min(MOST_SECONDS, run.measurer.seconds)
-
-
-def _may_recompile(run: RunState) -> bool:
-    """Whether the time that is left holds compiling the result again, for the examples and for other shapes."""
-    applied, budget = run.ledger.applied, run.options.budget
-    if not applied.compiled:
-        return True
-    return run.costs.final(budget, compiled=True, looks=1) <= run.seconds_left + LATE_SHARE * budget
 
 
 def _add_part(run: RunState, name: str, seconds: float) -> None:
@@ -257,7 +249,7 @@ def _drop_last(run: RunState, reason: str) -> Result:
     if not run.ledger.applied.steps:
         return _unchanged(run)
     run.current = build(run.workload.model, run.ledger.applied)
-    return _final(run, recompiled=_may_recompile(run))
+    return _final(run, recompiled=may_recompile(run))
 
 
 def _slower(run: RunState, found: str) -> Result:

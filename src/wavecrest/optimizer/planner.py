@@ -163,6 +163,14 @@ class _Look:
     profile: object
 
 
+def may_recompile(run: RunState) -> bool:
+    """Whether the time that is left holds compiling the result again at the end, for the examples and other shapes."""
+    applied, budget = run.ledger.applied, run.options.budget
+    if not applied.compiled:
+        return True
+    return run.costs.final(budget, compiled=True, looks=1) <= run.seconds_left + LATE_SHARE * budget
+
+
 @dataclass(slots=True)
 class Planner:
     """Chooses among `steps` until none is left that fits.
@@ -439,9 +447,9 @@ class Planner:
             return 0.0
         promised = prediction.ratio if prediction is not None else None
         is_promising = promised is not None and promised >= PROMISING
-        if is_promising:
-            return self._proof(step, 1, recompiled=False)
-        return self._proof(step, self._looks_to_take())
+        looks = 1 if is_promising else self._looks_to_take()
+        # where the end has no time to compile the result again, none is kept for it: steps may have it
+        return self._proof(step, looks, recompiled=not is_promising and may_recompile(self.run))
 
     def _looks_to_take(self) -> int | None:
         """The looks at the result that its gain so far is expected to need; None: all of them."""
