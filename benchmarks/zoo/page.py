@@ -140,12 +140,16 @@ def _machine(machine: str, measured: dict[str, Run], evidence: Path) -> Iterator
             )
     names = _peers(measured)
     timed = [run for run in measured.values() if run.figures]
+    # those that search for minutes ran for some models only, which a sentence says
+    slow = {peer.name for peer in PEERS if peer.slow}
+    quick = [name for name in names if name not in slow]
     # the best of some peers may not be the best of all, and eager alone is no rival
-    ratios = [
-        run.figures["ratio"]
+    counted = [
+        run
         for run in timed
-        if run.rows.keys() >= set(names) and any("ms" in run.rows[name] for name in names if name != "eager")
+        if run.rows.keys() >= set(quick) and any("ms" in run.rows[name] for name in quick if name != "eager")
     ]
+    ratios = [run.figures["ratio"] for run in counted]
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         rest = len(timed) - len(ratios)
@@ -153,6 +157,11 @@ def _machine(machine: str, measured: dict[str, Run], evidence: Path) -> Iterator
             f"Geometric mean over {len(ratios)} {'models' if len(ratios) > 1 else 'model'}: {mean:.2f}× the best peer "
             f"({min(ratios):.2f}–{max(ratios):.2f}); {sum(ratio < 0.98 for ratio in ratios)} below 0.98."
             + (f" {rest} not counted, as time ran out or no peer but eager has a time." if rest else "")
+            + "".join(
+                f" {name} ran for {count} of them."
+                for name in names
+                if name in slow and (count := sum("ms" in run.rows.get(name, {}) for run in counted))
+            )
         )
     yield "\n".join(_table(measured))
     pairs = budgets(machine, evidence)

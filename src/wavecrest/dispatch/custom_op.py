@@ -158,7 +158,7 @@ def named_operation_of(
 
 
 def _with_defaults(call_type: type[C], without: tuple[str, ...]) -> Callable[[tuple[Any, ...]], C]:
-    """A function that makes a call of its values, with the defaults of some fields in place of theirs."""
+    """A function that makes a call of its values; some fields get their defaults."""
     defaults: dict[str, Any] = getattr(call_type, "_field_defaults", {})
     kept = {list(fields_of(call_type)).index(name): defaults[name] for name in without}
     return lambda values: call_type(*[kept.get(place, value) for place, value in enumerate(values)])
