@@ -87,10 +87,6 @@ class Tile:
     def shape(self) -> torch.Size:
         return self.data.shape
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Tile:
-        assert dtype == self.dtype
-        return Tile(self.data.view(shape))
-
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
 
@@ -296,4 +292,5 @@ class Kernels:
         return {
             "gl": gl, "gluon": gluon, "hopper": hopper, "load_tile": _load_tile, "store_tile": _store_tile,
             "range": numbers, "_halves": lambda x: x.unbind(-1),
+            "in_units": lambda tiles, *shape_and_layout: Tile(tiles.data.view(shape_and_layout[:-1])),
         }  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 from wavecrest.ops._gemm.kernel_hopper import GROUPS, _copy, _place
 from wavecrest.ops.common.activation import GELU, activate, gelu_16
 from wavecrest.ops.common.hopper import barriers
-from wavecrest.ops.common.triton import gl, gluon, hopper, store_tile
+from wavecrest.ops.common.triton import gl, gluon, hopper, in_units, store_tile
 
 # registers a thread: of the groups that multiply, which hold 128 sums, and of the one that ends tiles. the one that
 # copies keeps 24 of 512
@@ -90,7 +90,8 @@ def _end(  # type: ignore[no-untyped-def]
     PARTS: gl.constexpr = SUMS // 2 if GATED else SUMS
     # a part is worked out in a loop of 32 rows, 16 values a thread: of more, ptxas works out one after another
     UNITS: gl.constexpr = ROWS // 32
-    units = c_tiles._reinterpret(c_tiles.dtype, [c_tiles.shape[0] * UNITS, 32, WIDTH], c_desc.layout)
+    STORED: gl.constexpr = c_desc.layout
+    units = in_units(c_tiles, c_tiles.shape[0] * UNITS, 32, WIDTH, STORED)
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         turn = index // gl.num_programs(0)
         tile_m, tile_n = _place(index, tiles_m, tiles_n, GROUP_M)

@@ -119,12 +119,22 @@ if no_gluon is None and hasattr(gl.shared_memory_descriptor, "reinterpret"):
     def laid_out(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
         """A tile in shared memory as it lies there, by triton 3.9's name for it."""
         return tile.reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
+
+    @gluon.jit
+    def in_units(tiles, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """Tiles in shared memory as more tiles of fewer rows, by triton 3.9's name for it."""
+        return tiles.reinterpret(tiles.dtype, [NUMBER, ROWS, COLUMNS], LAYOUT)
 else:
 
     @gluon.jit
     def laid_out(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
         """A tile in shared memory as it lies there."""
         return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
+
+    @gluon.jit
+    def in_units(tiles, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """Tiles in shared memory as more tiles of fewer rows."""
+        return tiles._reinterpret(tiles.dtype, [NUMBER, ROWS, COLUMNS], LAYOUT)
 
 
 # whether AMD's compiler takes attributes of LLVM's for a kernel: triton 3.8 and later
