@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests import gluon
 from tests.ops.gemm_harness import BF16, E4M3, E5M2, F16, F32, Watch, assert_right, moved, random, scales, watched
+from tests.ops.hopper_harness import activate_on_cpu
 from tests.ops.op_harness import name, same_bits, shape_id
-from tests.ops.test_gemm_hopper import _activate
 from wavecrest import hardware
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
@@ -150,7 +150,11 @@ def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.
         patch.setattr(_triton, "tile_descriptor", gluon.Descriptor)
         first, *second = launch_blocks.launches(call, y, sums, config, SM_90)
     kernels = gluon.Kernels(
-        Path(kernel_hopper_blocks.__file__), planted, beside=Path(kernel_hopper.__file__), activate=_activate, NONE=0
+        Path(kernel_hopper_blocks.__file__),
+        planted,
+        beside=Path(kernel_hopper.__file__),
+        activate=activate_on_cpu,
+        NONE=0,
     )
     constants = {name: value for name, value in config.kwargs.items() if not name.startswith("num_")}
     args = [gluon.Pointer(one) if isinstance(one, Tensor) else one for one in first.args]
@@ -167,7 +171,7 @@ def definition(call: GemmCall) -> Tensor:
         y = y + call.bias.double()
     gate, up = y.chunk(2, -1) if call.activation in GATED else (y, 1.0)
     named = GATED.get(str(call.activation), call.activation)
-    return _activate(gate, call.slope, ACTIVATIONS[named] if named else 0) * up
+    return activate_on_cpu(gate, call.slope, ACTIVATIONS[named] if named else 0) * up
 
 
 def right(found: Tensor, call: GemmCall) -> bool:

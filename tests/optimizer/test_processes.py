@@ -375,6 +375,9 @@ def test_an_interrupt_inside_a_callback_of_the_import_system_is_one_line() -> No
 import os, signal, sys, time, types, weakref
 import wavecrest.__main__ as program
 
+# a test run in the background of a shell has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def run():
     space = {"os": os, "signal": signal}
     body = "def cb(_ref):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    for _ in range(100): pass"

@@ -95,4 +95,7 @@ def test_it_is_judged_as_pytorch_is() -> None:
     limits = bench.limits_of(gemm, "bfloat16").values
     slack = numerics.Tolerance(bench.PEER_SLACK * limits.relative, bench.PEER_SLACK * limits.worst)
     assert numerics.compare(got, want).within(slack)
-    assert [one.name for one in gemm.backends.values() if one.as_native] == [gemm_then_act.NAME]
+    assert [one.name for one in gemm.backends.values() if one.as_native] == [
+        "triton_hopper_epilogue",
+        gemm_then_act.NAME,
+    ]

@@ -46,6 +46,7 @@ NAMES: dict[str, list[str]] = {
         "triton_red_fused__unsafe_view_mm_mul_silu_slice_t_view_10",
         "_gemm_kernel",
         "_tile_kernel",
+        "_hopper_epilogue_kernel",
         "_join_kernel",
         "_moe_gate_up_kernel",
         "cpp_CppMicroGemmFP32Vec_micro_gemm_0",

@@ -253,7 +253,15 @@ def test_every_kernel_of_an_op_runs_every_call(
     found = run.run_ops(["gemm"], "gfx942")
     assert op.study.emulate_cases is not None
     names = list(op.study.emulate_cases("gfx942"))
-    kernels = ("triton", "triton_stream_k", "triton_gemv", "triton_hopper", "triton_hopper_blocks", "triton_cdna")
+    kernels = (
+        "triton",
+        "triton_stream_k",
+        "triton_gemv",
+        "triton_hopper",
+        "triton_hopper_epilogue",
+        "triton_hopper_blocks",
+        "triton_cdna",
+    )
     assert asked == [kernel for kernel in kernels for _ in names]
     assert [case.case for case in found.cases] == [
         *names, *(f"{name} · {kernel.removeprefix('triton_')}" for kernel in kernels[1:] for name in names)

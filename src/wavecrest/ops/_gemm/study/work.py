@@ -207,17 +207,11 @@ def cdna(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> t
     return tiled(shape, part, Config(**like), arch)
 
 
-def _unmodelled(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
-    """`_hopper_epilogue_kernel`: it rounds as PyTorch does, so measured rows may choose it and the model does not."""
-    return ()
-
-
 _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
     "triton": tiled,
     "triton_stream_k": streamed,
     "triton_gemv": gemv,
     "triton_hopper": hopper,
-    "triton_hopper_epilogue": _unmodelled,
     "triton_hopper_blocks": hopper_blocks,
     "triton_cdna": cdna,
 }

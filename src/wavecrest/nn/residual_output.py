@@ -1,0 +1,92 @@
+"""Modules that end attention or an MLP in a post-norm transformer, whose residual addition runs in the GEMM before it.
+
+norm(dense(x) + residual)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import StepRefused
+from wavecrest.nn.derived import derive
+from wavecrest.nn.hooks import plain
+from wavecrest.nn.linear import adding_linear_on
+from wavecrest.ops._gemm.call import GemmCall, linear_call
+
+# a forward that is taken over, as transformers writes it for BERT and its kin
+ARGUMENTS = ["self", "hidden_states", "input_tensor"]
+STATEMENTS = (
+    "hidden_states = self.dense(hidden_states)",
+    "hidden_states = self.dropout(hidden_states)",
+    "hidden_states = self.LayerNorm(hidden_states + input_tensor)",
+    "return hidden_states",
+)
+
+
+def refusal(module: nn.Module) -> str:
+    """Why a module is not one of these; "" where it is."""
+    kind = type(module)
+    if not plain(module, kind):
+        return f"{kind.__name__} has hooks, or a forward of its own"
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+    except (OSError, TypeError):
+        return f"the source of {kind.__name__} is not at hand"
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    body = [row for row in function.body if not (isinstance(row, ast.Expr) and isinstance(row.value, ast.Constant))]
+    given = [one.arg for one in function.args.args]
+    if given != ARGUMENTS or [ast.unparse(row) for row in body] != list(STATEMENTS):
+        return f"{kind.__name__} computes something else"
+    dense: Any = module.dense
+    if type(dense) is not nn.Linear or not plain(dense, nn.Linear):
+        return f"the linear layer of {kind.__name__} is a {type(dense).__name__}, or has hooks"
+    dropout: Any = module.dropout
+    if not isinstance(dropout, nn.Module) or dropout._forward_hooks or dropout._forward_pre_hooks:
+        return f"the dropout of {kind.__name__} has hooks"
+    return ""
+
+
+def call_of(module: nn.Module, hidden_states: Tensor, input_tensor: Tensor) -> GemmCall:
+    """The GEMM of a module that `refusal` has nothing against."""
+    dense: Any = module.dense
+    return linear_call(hidden_states, dense.weight, dense.bias, residual=input_tensor)
+
+
+def adopt(module: nn.Module, backend: str) -> None:
+    """Turn a module that `refusal` has nothing against into one whose GEMM adds the residual on a backend, in place.
+
+    Raises:
+        StepRefused: `refusal` has a reason.
+    """
+    reason = refusal(module)
+    if reason:
+        raise StepRefused(reason)
+    derive(module, _adding, backend)
+
+
+def _adding(kind: type[nn.Module], backend: str) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"forward": _forward(kind.forward, backend)})
+
+
+def _forward(original: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    """The forward of STATEMENTS with the addition in the GEMM."""
+
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        weight = self.dense.weight
+        alike = weight.dtype == hidden_states.dtype == input_tensor.dtype
+        # a compiler fuses the addition itself, and in training there is dropout before it
+        if torch.compiler.is_compiling() or self.training or not alike or torch.is_autocast_enabled(weight.device.type):
+            return original(self, hidden_states, input_tensor)
+        summed = adding_linear_on(hidden_states, weight, self.dense.bias, input_tensor, backend)
+        normed: Tensor = self.LayerNorm(summed)
+        return normed
+
+    return forward
