@@ -94,10 +94,20 @@ def test_behind_norms(backends: list[tuple[str, bool]]) -> None:
 def test_in_training_and_where_a_compiler_adds_the_models_own_code_runs(backends: list[tuple[str, bool]]) -> None:
     work = bert()
     made = fused(work)
+    seen: list[Tensor] = []
     backends.clear()
     made.train()
     work.run("default", made)
     made.eval()
+    for layer in made.encoder.layer:
+        # dropout at inference, and a hook that came later, which sees the layer's own result
+        layer.attention.output.dropout.train()
+        layer.output.dense.register_forward_hook(lambda module, args, result: seen.append(result))
+    work.run("default", made)
+    assert len(seen) == 2
+    for layer in made.encoder.layer:
+        layer.attention.output.dropout.eval()
+        layer.output.dense._forward_hooks.clear()
     with torch.autocast("cpu", torch.bfloat16):
         work.run("default", made)
     with torch.no_grad():

@@ -46,12 +46,16 @@ def refusal(module: nn.Module) -> str:
     if given != ARGUMENTS or [ast.unparse(row) for row in body] != list(STATEMENTS):
         return f"{kind.__name__} computes something else"
     dense: Any = module.dense
-    if type(dense) is not nn.Linear or not plain(dense, nn.Linear):
+    if not _is_plain(dense):
         return f"the linear layer of {kind.__name__} is a {type(dense).__name__}, or has hooks"
     dropout: Any = module.dropout
     if not isinstance(dropout, nn.Module) or dropout._forward_hooks or dropout._forward_pre_hooks:
         return f"the dropout of {kind.__name__} has hooks"
     return ""
+
+
+def _is_plain(dense: nn.Module) -> bool:
+    return type(dense) is nn.Linear and plain(dense, nn.Linear)
 
 
 def call_of(module: nn.Module, hidden_states: Tensor, input_tensor: Tensor) -> GemmCall:
@@ -80,12 +84,15 @@ def _forward(original: Callable[..., Tensor], backend: str) -> Callable[..., Ten
     """The forward of STATEMENTS with the addition in the GEMM."""
 
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        weight = self.dense.weight
-        alike = weight.dtype == hidden_states.dtype == input_tensor.dtype
-        # a compiler fuses the addition itself, and in training there is dropout before it
-        if torch.compiler.is_compiling() or self.training or not alike or torch.is_autocast_enabled(weight.device.type):
+        dense = self.dense
+        # a compiler fuses the addition itself; in training there is dropout before it; later hooks see the layer alone
+        if torch.compiler.is_compiling() or self.dropout.training or not _is_plain(dense):
             return original(self, hidden_states, input_tensor)
-        summed = adding_linear_on(hidden_states, weight, self.dense.bias, input_tensor, backend)
+        weight = dense.weight
+        alike = weight.dtype == hidden_states.dtype == input_tensor.dtype
+        if not alike or torch.is_autocast_enabled(weight.device.type):
+            return original(self, hidden_states, input_tensor)
+        summed = adding_linear_on(hidden_states, weight, dense.bias, input_tensor, backend)
         normed: Tensor = self.LayerNorm(summed)
         return normed
 
