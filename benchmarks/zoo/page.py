@@ -33,8 +33,8 @@ INTRODUCTION = (
 HOW = (
     "`PYTHONPATH=src python -m benchmarks.zoo --out FILE` measures all models, `--models mlp,vit-b16 --budget 90s` "
     "some of them, and a second call goes on where the first ended. A model is a workload too: `wavecrest optimize "
-    "benchmarks.zoo.workloads:bert_base`. The runs of 2026-11-27 on H200s went four at a time, each on a GPU and 16 "
-    "cores of its own (`CUDA_VISIBLE_DEVICES`, `taskset`). No part of a model is without effect "
+    "benchmarks.zoo.workloads:bert_base`. The runs of 2026-11-27 on H200s went two or four at a time, each on a GPU "
+    "and 16 cores of its own (`CUDA_VISIBLE_DEVICES`, `taskset`). No part of a model is without effect "
     "(`benchmarks/zoo/weights.py`)."
 )
 

@@ -15,11 +15,14 @@ from torch.nn import functional
 
 from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, random
+from wavecrest import hardware
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._gemm import kernel_hopper as hopper_kernel
 from wavecrest.ops._gemm import kernel_hopper_epilogue as epilogue_kernel
 from wavecrest.ops._gemm import launch_hopper as hopper_launch
+from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GATED, GemmCall
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.common.activation import ACTIVATIONS
@@ -97,6 +100,13 @@ def stand_in(
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU runs is held on it")
+
+
+def gemm_on_sm_90() -> AnyOp:
+    """The op, for tests on such a GPU; others are skipped."""
+    if hardware.detect().arch != "sm_90":
+        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
+    return gemm
 
 
 def pretend_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:

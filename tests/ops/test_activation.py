@@ -27,7 +27,7 @@ def test_gelu_of_16_bits(device: str) -> None:
     x = torch.cat([torch.linspace(-12, 12, 48_001), torch.logspace(-30, 4, 2_000), -torch.logspace(-30, 4, 2_000)])
     found = gelu_16(x.to(device)).double().cpu()
     want = x.double() * torch.exp(torch.special.log_ndtr(x.double()))
-    # a fortieth of half a unit in the last place of float16, and what is below its least value
+    # a twentieth of half a unit in the last place of float16, and what is below its least value
     assert ((found - want).abs() <= 1.3e-5 * want.abs() + 2e-18).all()
 
 

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, F32, I8, Watch, assert_right, random, refuses, scales, watched
-from tests.ops.hopper_harness import SHAPES, biases, definition, gated, interpreted, plain, pretend_sm_90, stand_in
+from tests.ops.hopper_harness import (
+    SHAPES,
+    biases,
+    definition,
+    gated,
+    gemm_on_sm_90,
+    interpreted,
+    plain,
+    pretend_sm_90,
+    stand_in,
+)
 from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware
 from wavecrest.dispatch.decision import PortableKernel
@@ -43,9 +53,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def hopper() -> AnyOp:
-    if hardware.detect().arch != "sm_90":
-        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return gemm
+    return gemm_on_sm_90()
 
 
 @pytest.mark.gpu

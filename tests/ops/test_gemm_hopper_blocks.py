@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import gluon
 from tests.ops.gemm_harness import BF16, E4M3, E5M2, F16, F32, Watch, assert_right, moved, random, scales, watched
-from tests.ops.hopper_harness import activate_on_cpu
+from tests.ops.hopper_harness import activate_on_cpu, gemm_on_sm_90
 from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware
 from wavecrest.dispatch.op import AnyOp
@@ -42,9 +42,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def hopper() -> AnyOp:
-    if hardware.detect().arch != "sm_90":
-        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return gemm
+    return gemm_on_sm_90()
 
 
 def blocked(M: int, N: int, K: int, device: str = "cuda", **more: Any) -> GemmCall:

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from tests import gluon
-from tests.ops.gemm_harness import BF16, F16, Watch, assert_right, watched
+from tests.ops.gemm_harness import BF16, F16, Watch, assert_right, random, watched
 from tests.ops.hopper_harness import (
     SHAPES,
     activate_on_cpu,
     biases,
     definition,
     gated,
+    gemm_on_sm_90,
     interpreted,
     plain,
     pretend_sm_90,
     stand_in,
 )
 from tests.ops.op_harness import name, same_bits, shape_id
-from wavecrest import hardware
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
+from wavecrest.graphs import activations
 from wavecrest.hardware import ARCHS
 from wavecrest.nn.linear import LinearOn
 from wavecrest.ops._gemm import backend as gemm_backend
@@ -46,9 +47,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def hopper() -> AnyOp:
-    if hardware.detect().arch != "sm_90":
-        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return gemm
+    return gemm_on_sm_90()
 
 
 @pytest.mark.gpu
@@ -188,6 +187,14 @@ def test_in_torch_compile_it_is_one_operation(monkeypatch: pytest.MonkeyPatch) -
     config: Config = configs.hopper_epilogue()
     gemm_backend._run_epilogue(call, config)
     assert asked == [call]
+
+
+def test_the_operations_that_name_a_backend_have_results_of_the_right_form() -> None:
+    forms = ("test_schema", "test_faketensor")
+    call = plain(20, 40, 64, device="cpu", bias=biases(40, "cpu")[0], residual=random(20, 40, dtype=BF16))
+    torch.library.opcheck(torch.ops.wavecrest.gemm_on, (*call, "torch"), test_utils=forms)
+    layer = random(20, 64), random(40, 64), None, None, "reference", "tf32x3"
+    torch.library.opcheck(activations._in_graph, layer, test_utils=forms)
 
 
 def test_a_compiled_layer_runs_on_the_backend_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from typing import TypeGuard, TypeVar
 
 from torch import nn
@@ -22,6 +25,23 @@ def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
         or _module._global_forward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def forward_of(module: nn.Module) -> ast.FunctionDef | str:
+    """The forward that runs when a module is called, without its docstring; or why it cannot be read."""
+    kind = type(module)
+    if not plain(module, kind):
+        return "it has hooks, or a forward of its own"
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+    except (OSError, TypeError):
+        return f"the source of {kind.__name__} is not at hand"
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = [
+        row for row in function.body if not (isinstance(row, ast.Expr) and isinstance(row.value, ast.Constant))
+    ]
+    return function
 
 
 def recast(module: nn.Module, kind: type[_Module]) -> _Module:

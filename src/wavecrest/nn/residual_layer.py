@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused, Unsupported
 from wavecrest.nn.derived import derive
-from wavecrest.nn.hooks import plain, recast
+from wavecrest.nn.hooks import forward_of, plain, recast
 from wavecrest.nn.linear import Linear
 
 # the statements of a forward that is taken over; None: the call of attention
@@ -76,16 +75,10 @@ class AddingLinear(Linear):
 
 def refusal(layer: nn.Module) -> str:
     """Why a layer is not one of these; "" where it is."""
-    kind = type(layer)
-    if not plain(layer, kind):
-        return "it has hooks, or a forward of its own"
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except (OSError, TypeError):
-        return f"the source of {kind.__name__} is not at hand"
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    body = [row for row in function.body if not (isinstance(row, ast.Expr) and isinstance(row.value, ast.Constant))]
+    kind, function = type(layer), forward_of(layer)
+    if isinstance(function, str):
+        return function
+    body = function.body
     if len(body) != len(STATEMENTS):
         return f"{kind.__name__} is no attention and MLP with a norm before, and an addition behind, each"
     for row, wanted in zip(body, STATEMENTS, strict=True):

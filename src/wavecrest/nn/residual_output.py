@@ -6,8 +6,6 @@ norm(dense(x) + residual)
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
 from wavecrest.nn.derived import derive
-from wavecrest.nn.hooks import plain
+from wavecrest.nn.hooks import forward_of, plain
 from wavecrest.nn.linear import adding_linear_on
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 
@@ -32,18 +30,11 @@ STATEMENTS = (
 
 def refusal(module: nn.Module) -> str:
     """Why a module is not one of these; "" where it is."""
-    kind = type(module)
-    if not plain(module, kind):
-        return f"{kind.__name__} has hooks, or a forward of its own"
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except (OSError, TypeError):
-        return f"the source of {kind.__name__} is not at hand"
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    body = [row for row in function.body if not (isinstance(row, ast.Expr) and isinstance(row.value, ast.Constant))]
+    kind, function = type(module), forward_of(module)
+    if isinstance(function, str):
+        return function
     given = [one.arg for one in function.args.args]
-    if given != ARGUMENTS or [ast.unparse(row) for row in body] != list(STATEMENTS):
+    if given != ARGUMENTS or [ast.unparse(row) for row in function.body] != list(STATEMENTS):
         return f"{kind.__name__} computes something else"
     dense: Any = module.dense
     if not _is_plain(dense):

@@ -88,7 +88,7 @@ def _end(  # type: ignore[no-untyped-def]
     # parts of a group's sums, and of its result
     SUMS: gl.constexpr = 2 * BLOCK_N // WIDTH
     PARTS: gl.constexpr = SUMS // 2 if GATED else SUMS
-    # a part is worked out in a loop of 32 rows, 16 values a thread: of more, ptxas works out one after another
+    # a part is worked out in a loop of 32 rows, 16 values a thread: 8 and 32 were slower (H200, 2026-11-27, no record)
     UNITS: gl.constexpr = ROWS // 32
     STORED: gl.constexpr = c_desc.layout
     units = in_units(c_tiles, c_tiles.shape[0] * UNITS, 32, WIDTH, STORED)

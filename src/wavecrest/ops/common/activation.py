@@ -68,7 +68,7 @@ def gelu_16(x):  # type: ignore[no-untyped-def]
     """`gelu` for results of 16 bits: the factor to 1.2e-5 of its value down to x = -9, and below that -1e-18.
 
     log2 of the normal distribution's tail is nearly a parabola: a polynomial, fitted for its least error over |x| < 9,
-    and one exponential are 14 instructions on sm_90 where `gelu` has 20.
+    and one exponential are 13 instructions on sm_90 where `gelu` has 19 (compiled, triton 3.6).
     """
     size = tl.abs(x)
     a = tl.minimum(size, 9.0)
@@ -80,7 +80,7 @@ def gelu_16(x):  # type: ignore[no-untyped-def]
     p = p * a - 0.458241522
     p = p * a - 1.15129495
     p = p * a - 0.999996603
-    # relu(x), and -inf's NaN. no comparison: ptxas has few predicates, and works out one element after another for them
+    # relu(x), and -inf's NaN. no comparison: with few predicates left, ptxas worked out one value after another
     return (0.5 * x + 0.5 * size) - a * tl.exp2(p)
 
 
