@@ -58,8 +58,11 @@ def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> No
         assert_right(EPILOGUE, plain(*shape, dtype, activation=activation, slope=0.25))
     for bias in biases(shape[1]):
         assert_right(EPILOGUE, plain(*shape, dtype, activation="gelu", bias=bias, alpha=0.75))
+    residual = random(*shape[:2], dtype=dtype, device="cuda", seed=3)
+    assert_right(EPILOGUE, plain(*shape, dtype, bias=biases(shape[1])[0], residual=residual))
+    assert_right(EPILOGUE, plain(*shape, dtype, activation="silu", residual=residual))
     for activation in GATED:
-        assert_right(EPILOGUE, gated(*shape, dtype, activation=activation))
+        assert_right(EPILOGUE, gated(*shape, dtype, activation=activation, residual=residual))
     assert_right(EPILOGUE, gated(*shape, dtype, bias=biases(2 * shape[1])[0]))
 
 
@@ -99,6 +102,8 @@ def near(found: Tensor, call: GemmCall) -> bool:
         slack = 1.2 * gate_sums * up + up_sums * gate
     else:
         slack = 1.2 * sums
+    if call.residual is not None:
+        want = want + call.residual.double()
     return bool(((found.double() - want).abs() <= unit * (want.abs() + slack) + 1e-4).all())
 
 
@@ -113,6 +118,8 @@ def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPa
         plain(*shape, F16, "cpu", alpha=0.75),
         plain(*shape, BF16, "cpu", bias=dense, activation="gelu"),
         plain(*shape, BF16, "cpu", bias=gapped, activation="leaky_relu", slope=0.25),
+        plain(*shape, BF16, "cpu", bias=dense, residual=random(*shape[:2], dtype=BF16)),
+        gated(*shape, BF16, "cpu", residual=random(*shape[:2], dtype=BF16)),
     ]
     for call in calls:
         for config in space.epilogue_space(key_of(call), ARCHS["sm_90"]):
@@ -133,6 +140,12 @@ def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPa
         ("bias_ptr, N + after, 2 * N", "bias_ptr, after, 2 * N"),
         ("UNITS + i)\n", "UNITS)\n"),
         ("[row, first + j * WIDTH]", "[row, first]"),
+        (
+            "_copy_residual(r_desc, r_tiles, arrived, next_row, after",
+            "_copy_residual(r_desc, r_tiles, arrived, row, after",
+        ),
+        ("next_row, after, (me", "next_row, first, (me"),
+        ("% 2 * UNITS + i).load", "% 2 * UNITS).load"),
     ],
 )
 def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +155,8 @@ def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.Mon
         return activate_on_cpu(x, slope, activation)
 
     monkeypatch.setattr(gluon, "PATIENCE", 1.0)
-    call = gated(290, 328, 392, device="cpu", bias=biases(656, "cpu")[1])
+    residual = random(290, 328, dtype=BF16)
+    call = gated(290, 328, 392, device="cpu", bias=biases(656, "cpu")[1], residual=residual)
     with pytest.raises((AssertionError, TimeoutError)):
         assert near(stand_in(call, configs.hopper_epilogue(), 2, monkeypatch, slowly, **{say: instead}), call)
 
@@ -211,7 +225,7 @@ def test_a_compiled_layer_runs_on_the_backend_that_it_names(monkeypatch: pytest.
         return gemm.reference(call)
 
     monkeypatch.setattr(type(gemm), "call_on", recorded)
-    monkeypatch.setattr("wavecrest.ops._gemm.launch_hopper.refusal", lambda call: None)
+    monkeypatch.setattr("wavecrest.ops._gemm.launch_hopper.refusal_of_epilogue", lambda call: None)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
         x = torch.randn(20, 64, dtype=BF16)

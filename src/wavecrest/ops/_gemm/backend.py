@@ -95,6 +95,10 @@ def _refuse_hopper(call: GemmCall) -> str | None:
     return _refuse(call) or _hopper.refusal(call)
 
 
+def _refuse_epilogue(call: GemmCall) -> str | None:
+    return _refuse(call) or _hopper.refusal_of_epilogue(call)
+
+
 def _refuse_blocks(call: GemmCall) -> str | None:
     return _refuse(call) or _blocks.refusal(call)
 
@@ -161,7 +165,7 @@ def _run_hopper(call: GemmCall, config: Config) -> Tensor:
 
 
 def _bind_epilogue(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
-    return _hopper.bind(call, config, _portable(call), EPILOGUE, _hopper.launch_epilogue)
+    return _hopper.bind(call, config, _portable(call), EPILOGUE)
 
 
 def _run_epilogue(call: GemmCall, config: Config) -> Tensor:
@@ -223,7 +227,7 @@ op.attach_kernel(
     EPILOGUE,
     _bind_epilogue,
     run=_run_epilogue,
-    refuse=_refuse_hopper,
+    refuse=_refuse_epilogue,
     opt_in=_opt_in,
     priority=PRIORITY,
     default_config=lambda _key: _config.hopper_epilogue(),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from wavecrest.ops._gemm.kernel_hopper import GROUPS, _copy, _place
 from wavecrest.ops.common.activation import GELU, activate, gelu_16
 from wavecrest.ops.common.hopper import barriers
-from wavecrest.ops.common.triton import gl, gluon, hopper, in_units, store_tile
+from wavecrest.ops.common.triton import gl, gluon, hopper, in_units, load_tile, store_tile
 
 # registers a thread: of the groups that multiply, which hold 128 sums, and of the one that ends tiles. the one that
 # copies keeps 24 of 512
@@ -78,8 +78,9 @@ def _part(x, i: gl.constexpr, PARTS: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def _end(  # type: ignore[no-untyped-def]
-    c_desc, bias_ptr, c_tiles, summed, ended, N, tiles_m, tiles_n, stride_bias, slope, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr, GATED: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    c_desc, r_desc, bias_ptr, c_tiles, r_tiles, summed, ended, arrived, N, tiles_m, tiles_n, stride_bias, slope,
+    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of each tile, and its stores."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
@@ -92,6 +93,7 @@ def _end(  # type: ignore[no-untyped-def]
     UNITS: gl.constexpr = ROWS // 32
     STORED: gl.constexpr = c_desc.layout
     units = in_units(c_tiles, c_tiles.shape[0] * UNITS, 32, WIDTH, STORED)
+    r_units = in_units(r_tiles, r_tiles.shape[0] * UNITS, 32, WIDTH, STORED)
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         turn = index // gl.num_programs(0)
         tile_m, tile_n = _place(index, tiles_m, tiles_n, GROUP_M)
@@ -99,6 +101,9 @@ def _end(  # type: ignore[no-untyped-def]
         # a part's bias is loaded while the part before is worked out
         bias = _bias(bias_ptr, first, N, stride_bias, BIAS, WIDTH, LAYOUT)
         up_bias = _bias(bias_ptr, N + first, 2 * N, stride_bias, BIAS and GATED, WIDTH, LAYOUT)
+        # and its residual copied, to one of two places
+        if RESIDUAL:
+            _copy_residual(r_desc, r_tiles, arrived, tile_m * BLOCK_M, first, 0)
         for me in gl.static_range(GROUPS):
             row = tile_m * BLOCK_M + me * ROWS
             hopper.mbarrier.wait(summed.index(me), turn & 1)
@@ -106,6 +111,13 @@ def _end(  # type: ignore[no-untyped-def]
                 after = first + (j + 1) % PARTS * WIDTH
                 next_bias = _bias(bias_ptr, after, N, stride_bias, BIAS, WIDTH, LAYOUT)
                 next_up_bias = _bias(bias_ptr, N + after, 2 * N, stride_bias, BIAS and GATED, WIDTH, LAYOUT)
+                if RESIDUAL:
+                    if me * PARTS + j + 1 < GROUPS * PARTS:
+                        next_row = tile_m * BLOCK_M + (me * PARTS + j + 1) // PARTS * ROWS
+                        _copy_residual(r_desc, r_tiles, arrived, next_row, after, (me * PARTS + j + 1) % 2)
+                    hopper.mbarrier.wait(
+                        arrived.index((me * PARTS + j) % 2), (turn * PARTS + (me * PARTS + j) // 2) & 1
+                    )
                 for i in range(UNITS):
                     unit = units.index((me * SUMS + j) * UNITS + i)
                     y = unit.load(LAYOUT).to(gl.float32) + bias
@@ -113,6 +125,8 @@ def _end(  # type: ignore[no-untyped-def]
                     if GATED:
                         up = units.index((me * SUMS + PARTS + j) * UNITS + i).load(LAYOUT)
                         y = y * (up.to(gl.float32) + up_bias)
+                    if RESIDUAL:
+                        y += r_units.index((me * PARTS + j) % 2 * UNITS + i).load(LAYOUT).to(gl.float32)
                     unit.store(y.to(c_tiles.dtype))
                 c_tile = c_tiles.index(me * SUMS + j)
                 hopper.fence_async_shared()
@@ -125,6 +139,12 @@ def _end(  # type: ignore[no-untyped-def]
                     if me > 0 or turn > 0:
                         hopper.mbarrier.arrive(ended.index((me + GROUPS - 1) % GROUPS), count=1)
     hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def _copy_residual(r_desc, r_tiles, arrived, row, column, place: gl.constexpr):  # type: ignore[no-untyped-def]
+    hopper.mbarrier.expect(arrived.index(place), r_desc.block_type.nbytes)
+    load_tile(r_desc, [row, column], arrived.index(place), r_tiles.index(place))
 
 
 @gluon.jit
@@ -142,13 +162,13 @@ def _bias(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["N", "tiles_m", "tiles_n", "steps", "stride_bias", "alpha", "slope"])
 def _hopper_epilogue_kernel(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, c_desc, bias_ptr, N, tiles_m, tiles_n, steps, stride_bias, alpha, slope,
-    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, b_desc, c_desc, r_desc, bias_ptr, N, tiles_m, tiles_n, steps, stride_bias, alpha, slope,
+    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """act(alpha · a @ b + bias), tiles and arguments as of `_hopper_gemm_kernel`.
+    """act(alpha · a @ b + bias) + residual, tiles and arguments as of `_hopper_gemm_kernel`.
 
-    The descriptor over the result has blocks of BLOCK_M / 2 × 64.
+    Descriptors over the result and the residual have blocks of BLOCK_M / 2 × 64.
     """
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], b_desc.layout)
@@ -160,6 +180,10 @@ def _hopper_epilogue_kernel(  # type: ignore[no-untyped-def]
     # a group's sums are there, and may be written over
     summed = barriers(GROUPS, 1)
     ended = barriers(GROUPS, 1)
+    # two parts of the residual
+    arrived = barriers(2, 1)
+    R_TILES: gl.constexpr = 2 if RESIDUAL else 1
+    r_tiles = gl.allocate_shared_memory(c_desc.dtype, [R_TILES, BLOCK_M // GROUPS, WIDTH], c_desc.layout)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
@@ -176,8 +200,8 @@ def _hopper_epilogue_kernel(  # type: ignore[no-untyped-def]
                 BLOCK_M, BLOCK_N, STAGES,
             )),
             (_end, (
-                c_desc, bias_ptr, c_tiles, summed, ended, N, tiles_m, tiles_n, stride_bias, slope,
-                BIAS, ACTIVATION, GATED, GROUP_M, BLOCK_M, BLOCK_N,
+                c_desc, r_desc, bias_ptr, c_tiles, r_tiles, summed, ended, arrived, N, tiles_m, tiles_n, stride_bias,
+                slope, BIAS, ACTIVATION, GATED, RESIDUAL, GROUP_M, BLOCK_M, BLOCK_N,
             )),
         ],
         [4, 4, 4],

@@ -22,7 +22,7 @@ from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
 from wavecrest.ops._gemm.kernel_hopper import _hopper_gemm_kernel
 from wavecrest.ops._gemm.kernel_hopper_epilogue import _hopper_epilogue_kernel
 
-DESCRIPTORS = 3
+DESCRIPTORS, EPILOGUE_DESCRIPTORS = 3, 4
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
 # groups that multiply, each with separate rows
 GROUPS = 2
@@ -31,7 +31,12 @@ STORED = 64
 
 
 def refusal(call: GemmCall) -> str | None:
-    """The reason why neither kernel can run a call that the kernels over tiles take."""
+    """The reason why the kernel cannot run a call that the kernels over tiles take."""
+    return refusal_of_epilogue(call) or ("takes no residual" if call.residual is not None else None)
+
+
+def refusal_of_epilogue(call: GemmCall) -> str | None:
+    """As `refusal`, of the kernel whose epilogue has warps of its own."""
     reason = _hopper.refusal(in_graphs=True)
     if reason is not None:
         return reason
@@ -39,12 +44,19 @@ def refusal(call: GemmCall) -> str | None:
         return "takes float16 and bfloat16, and returns the same"
     for name, asked in (
         ("bias of a row", call.bias is not None and call.bias_along != "n"),
-        ("residual", call.residual is not None),
         ("scales or norm", kinds(call) != ("none", "none")),
     ):
         if asked:
             return f"takes no {name}"
     return None if _walks(call) else WALKS
+
+
+def _unlike(call: GemmCall) -> str | None:
+    """Why a descriptor cannot stand for the residual; None where it can, or there is none."""
+    r = call.residual
+    if r is None or (r.dtype == call.dtype and r.is_contiguous()):
+        return None
+    return "copies tiles of a contiguous residual of the result's dtype"
 
 
 def _walks(call: GemmCall) -> bool:
@@ -60,16 +72,22 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     """
     if not 0 <= config["BEHIND"] < config["STAGES"]:
         raise InvalidArgument(f"gemm: BEHIND is below STAGES, {config['STAGES']}, and not {config['BEHIND']}")
-    return _launch_of(_hopper_gemm_kernel, call, y, config, arch, config["BLOCK_N"])
+    return _launch_of(_hopper_gemm_kernel, call, _descriptors(call, y, config, config["BLOCK_N"]), config, arch)
 
 
 def launch_epilogue(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
     """As `launch`, of the kernel whose epilogue has warps of its own."""
-    return _launch_of(_hopper_epilogue_kernel, call, y, config, arch, STORED)
+    described = _descriptors(call, y, config, STORED)
+    residual = described[-1]
+    if call.residual is not None:
+        rows = call.residual.view(call.M, call.N)
+        residual = _triton.tile_descriptor(rows, [config["BLOCK_M"] // GROUPS, STORED])
+    made = _launch_of(_hopper_epilogue_kernel, call, (*described, residual), config, arch)
+    return made._replace(constants={**made.constants, "RESIDUAL": call.residual is not None})
 
 
 def _launch_of(
-    kernel: Any, call: GemmCall, y: Tensor, config: Config, arch: Arch | None, stored: int
+    kernel: Any, call: GemmCall, described: tuple[Any, ...], config: Config, arch: Arch | None
 ) -> _launcher.Launch:
     # a tile has two halves of columns of b
     columns = config["BLOCK_N"] * (1 if call.activation in GATED else 2)
@@ -81,7 +99,7 @@ def _launch_of(
         kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *_descriptors(call, y, config, stored), bias, call.N, tiles_m, tiles_n,
+            *described, bias, call.N, tiles_m, tiles_n,
             _layout.ceil_div(call.K, config["BLOCK_K"]),
             bias_stride, alpha, slope,
         ),
@@ -105,20 +123,21 @@ def bind(
     call: GemmCall,
     config: Config,
     portable: Callable[[GemmCall], Tensor],
-    backend: str = "triton_hopper",
-    launch_of: Callable[..., _launcher.Launch] = launch,
+    epilogue: str = "",
 ) -> Callable[[GemmCall], Tensor]:
     """The function for all calls with the signature of this one.
 
-    `launch_of`: a backend's, `launch` or `launch_epilogue`.
+    `epilogue`: the name of the backend whose epilogue has warps of its own, "" for the other one.
 
     `portable`: the other kernel's, for calls whose tensors do not begin at multiples of 16 bytes or have a stride of 0,
     which descriptors do not take.
     """
     if math.prod(call.shape) == 0:
         return portable
-    if not _walks(call):
-        _launcher.replaced("gemm", WALKS, backend)
+    backend = epilogue or "triton_hopper"
+    reason = _unlike(call) if _walks(call) else WALKS
+    if reason is not None:
+        _launcher.replaced("gemm", reason, backend)
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     start: Callable[..., None] | None = None
@@ -126,14 +145,22 @@ def bind(
     def run(call: GemmCall) -> Tensor:
         nonlocal start
         a, b = call.a, call.b
+        residual = call.residual
         addresses = a.data_ptr() | b.data_ptr()
+        if residual is not None:
+            addresses |= residual.data_ptr()
         if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, backend):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:
-            made = launch_of(call, y, config, arch)
-            start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
-        start(a, b, y, a if call.bias is None else call.bias)
+            made = (launch_epilogue if epilogue else launch)(call, y, config, arch)
+            number = EPILOGUE_DESCRIPTORS if epilogue else DESCRIPTORS
+            start = _launcher.starter(made, device, num_descriptors=number)
+        bias = a if call.bias is None else call.bias
+        if epilogue:
+            start(a, b, y, y if residual is None else residual, bias)
+        else:
+            start(a, b, y, bias)
         return y
 
     return run
