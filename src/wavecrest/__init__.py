@@ -38,6 +38,7 @@ _LAZY = {
     "nn": "wavecrest.nn",
     "ops": "wavecrest.ops",
     "optimize": "wavecrest.optimizer.api",
+    "post_layer_norm": "wavecrest.nn.functional",
     "quantize": "wavecrest.quantizer.api",
     "register_kernel": "wavecrest.backends.user",
     "registry": "wavecrest.dispatch.registry",
@@ -75,6 +76,7 @@ __all__ = [
     "nn",
     "ops",
     "optimize",
+    "post_layer_norm",
     "quantize",
     "register_kernel",
     "registry",
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
         layer_norm,
         linear,
         matmul,
+        post_layer_norm,
         rms_norm,
         softmax,
     )

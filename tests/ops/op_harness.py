@@ -198,6 +198,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax", {}),
     "add_rms_norm": ("add_rms_norm", {}),
     "add_layer_norm": ("add_layer_norm", {}),
+    "post_layer_norm": ("post_layer_norm", {}),
     "quantize_int8-token": ("quantize_int8", {}),
     "quantize_int8-group": ("quantize_int8", {"granularity": "group"}),
     "quantize_int8-tensor": ("quantize_int8", {"granularity": "tensor"}),
@@ -283,7 +284,7 @@ def unrounded(op: str, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if "residual" in values:
         wide = (tensor.double() if x.dtype == torch.float64 else tensor.float() for tensor in (x, values["residual"]))
         h = sum(wide).to(x.dtype)  # type: ignore[union-attr]
-    base = op.removeprefix("add_").removesuffix("_quantize")
+    base = op.removeprefix("add_").removeprefix("post_").removesuffix("_quantize")
     if base.startswith("quantize"):
         return h.double(), h
     return reference(base, h.double(), *[_widen(values[key]) for key in parameters(base)[1:]]), h
@@ -384,7 +385,8 @@ def check_results(op: str, results: tuple[Tensor, ...], values: dict[str, Any], 
         assert torch.equal(results[0].nan_to_num(7.0), want.nan_to_num(7.0))
     else:
         y, h = unrounded(op, values)
-        if "residual" in values:
+        # a sum that is a result
+        if op.startswith("add_"):
             results, sum_of_both = results[:-1], results[-1]
             assert sum_of_both.dtype == h.dtype
             assert torch.equal(sum_of_both.isnan(), h.isnan()) and torch.equal(sum_of_both.nan_to_num(), h.nan_to_num())

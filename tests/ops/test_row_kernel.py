@@ -51,7 +51,7 @@ from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops.rows.call import RowCall
 
-RESIDUAL = [variant for variant, (op, _) in VARIANTS.items() if op.startswith("add_")]
+RESIDUAL = [variant for variant, (op, _) in VARIANTS.items() if "residual" in parameters(op)]
 WEIGHTED = [ROW_OPS[op] for op in ROW_OPS if "norm" in op]
 # whose 8-bit values have a scale that is worked out
 ROUNDING = [v for v, (op, o) in VARIANTS.items() if "quantize" in op and op != "dequantize" and not o.get("scale")]
@@ -316,7 +316,7 @@ def test_special_values_stay_in_their_row(value: float, variant: str, device: st
         # a whole part of a split row
         x[3, :128] = value
         given_too = {}
-        if op.startswith("add_"):
+        if "residual" in parameters(op):
             given_too["residual"] = random((5, 140), torch.float16, device, 1)
             given_too["residual"][4] = value
         # PyTorch's fused CUDA norms give other values in a row that holds an infinity
@@ -621,7 +621,7 @@ family = settings(max_examples=40, deadline=None, suppress_health_check=list(Hea
 @family
 @given(st.data())
 def test_any_norm(data: st.DataObject) -> None:
-    any_call(data, ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+    any_call(data, ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "post_layer_norm"])
 
 
 @family

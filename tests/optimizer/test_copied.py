@@ -183,9 +183,8 @@ CASES: dict[str, Case] = {
     "replace_rotary": of_llama("replace_rotary", **ROTARY),
     "fuse_append": Case(language("Llama"), step, [ATTEND, ("fuse_append", ROTARY)]),
     "fuse_residual": of_llama("fuse_residual", sites=["model.layers.0", "model.layers.1"]),
-    "fuse_post_norm": Case(
-        language("Bert"), tokens,
-        [("fuse_post_norm", {"outputs": [{"site": "encoder.layer.0.output", "backend": "torch"}]})],
+    "fuse_add_norm": Case(
+        language("Bert"), tokens, [("fuse_add_norm", {"sites": ["encoder.layer.0.output"]})],
     ),
     "join_ties": of_llama(
         "join_ties",

@@ -65,6 +65,18 @@ def test_small_gains_are_kept_together(run: Run) -> None:
     assert model.done == result.model.done == tuple(order) and model.pause == pytest.approx(result.model.pause)
 
 
+def test_what_is_in_force_with_others_is_not_tried_again(run: Run) -> None:
+    """Also where a step would not see that its sites are gone."""
+
+    class Blind(Saves):
+        def find(self, context: StepContext) -> Found:
+            return Found(("model",), {"share": self.share})
+
+    result = run(Blind("a", 0.024), Blind("b", 0.025), JoinTies(step_by_id), budget=300.0, min_gain=0.03)
+    assert [(row.id, row.attempt, row.verdict) for row in result.record.steps][-1] == ("join_ties", 1, "kept")
+    assert len(result.record.steps) == 3
+
+
 def test_a_step_is_joined_behind_those_that_make_its_sites(run: Run) -> None:
     """The larger gain is of a step that is tried after the other one."""
 

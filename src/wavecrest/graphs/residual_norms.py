@@ -1,4 +1,4 @@
-"""Additions of a Dynamo graph whose sum goes into a norm: both in one kernel, which returns the sum too.
+"""Additions of a Dynamo graph whose sum goes into a norm: both in one kernel, which returns the sum too if it is used.
 
 In eager the sum is written and read again, twice where it is also the next residual. Inductor fuses the two by itself,
 so this is for graphs that run PyTorch's own kernels.
@@ -182,6 +182,15 @@ def _replace(graph: fx.Graph, norm: Norm) -> None:
     function, _ = _ops(norm.kind)
     x, residual = norm.source.args
     parameters = (norm.weight,) if norm.kind == "rms" else (norm.weight, norm.bias)
+    if norm.kind == "layer" and set(norm.source.users) == {norm.end}:
+        # as at the end of a post-norm layer: nothing else takes the sum
+        with graph.inserting_before(norm.end):
+            alone = graph.call_function(ops.post_layer_norm, (x, residual, *parameters, norm.eps))
+        alone.meta = dict(norm.end.meta)
+        norm.end.replace_all_uses_with(alone)
+        graph.erase_node(norm.end)
+        graph.erase_node(norm.source)
+        return
     with graph.inserting_before(norm.source):
         both = graph.call_function(function, (x, residual, *parameters, norm.eps))
         normed = graph.call_function(operator.getitem, (both, 0))

@@ -2,7 +2,7 @@
 
 In eval mode PyTorch runs each layer as one operation of its own, in which no backend can be chosen. These run the same
 layer by its parts: one GEMM for q, k and v, `wavecrest.attention` with the padding mask, and GEMMs whose epilogues add
-the bias, the activation and the residual.
+the bias, the activation and, where no norm behind it does, the residual.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from wavecrest.errors import StepRefused
 from wavecrest.nn.activation import activation_name
+from wavecrest.nn.added_norm import norm_and_sum, norm_of_sum
 from wavecrest.nn.hooks import plain
 from wavecrest.nn.multihead_attention import MultiheadAttention
 from wavecrest.nn.precision import in_autocast
@@ -120,18 +121,19 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def _block(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
-            x = x + attend(self.norm1(x))
-            return self._feed_forward(self.norm2(x), x)
-        x = self.norm1(x + attend(x))
-        return cast(Tensor, self.norm2(self._feed_forward(x, x)))
+            normed, x = norm_and_sum(self.norm2, x, attend(self.norm1(x)))
+            return self._feed_forward(normed, x)
+        x = norm_of_sum(self.norm1, x, attend(x))
+        return norm_of_sum(self.norm2, x, self._feed_forward(x))
 
-    def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + linear2(activation(linear1(x))), all [..., E]."""
+    def _feed_forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """linear2(activation(linear1(x))) + residual, all [..., E]."""
         one, two = self.linear1, self.linear2
         fuses = x.device.type in EPILOGUES and self.activation_name and type(one) is type(two) is nn.Linear
         # in autocast the residual is not of the GEMMs' dtype
         if not fuses or self.by_modules or in_autocast(x):
-            return residual + cast(Tensor, two(self.activation(one(x))))
+            y = cast(Tensor, two(self.activation(one(x))))
+            return y if residual is None else residual + y
         inner = linear(x, one.weight, one.bias, activation=self.activation_name)
         return linear(inner, two.weight, two.bias, residual=residual)
 

@@ -15,6 +15,7 @@ from wavecrest.ops import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    post_layer_norm,
     rms_norm,
     softmax,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "matmul",
+    "post_layer_norm",
     "rms_norm",
     "softmax",
 ]

@@ -30,12 +30,15 @@ def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
 def forward_of(module: nn.Module) -> ast.FunctionDef | str:
     """The forward that runs when a module is called, without its docstring; or why it cannot be read."""
     kind = type(module)
-    if not plain(module, kind):
-        return "it has hooks, or a forward of its own"
+    return source_of(kind) if plain(module, kind) else "it has hooks, or a forward of its own"
+
+
+def source_of(kind: type[nn.Module]) -> ast.FunctionDef | str:
+    """The forward of a class, without its docstring; or why it cannot be read."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
     except (OSError, TypeError):
-        return f"the source of {kind.__name__} is not at hand"
+        return f"the source of the forward of {kind.__name__} is not at hand, as where a step has rewritten it"
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = [

@@ -42,14 +42,6 @@ def linear_on(
     return _run_on(linear_call(x, weight, bias, activation=activation, precision=precision), backend)
 
 
-def adding_linear_on(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, backend: str) -> Tensor:
-    """x @ weightᵀ + bias + residual by a backend of gemm, all of one dtype; the residual has the result's shape.
-
-    As `linear_on` where the backend refuses.
-    """
-    return _run_on(linear_call(x, weight, bias, residual=residual), backend)
-
-
 def _run_on(call: GemmCall, backend: str) -> Tensor:
     """As `linear_on`."""
     if torch.compiler.is_compiling():

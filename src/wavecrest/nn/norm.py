@@ -32,7 +32,7 @@ PLAIN, CALLED = (bool, int, float, str, NoneType), (FunctionType, property, stat
 _PROVEN: WeakKeyDictionary[type[nn.Module], dict[tuple[object, ...] | None, str]] = WeakKeyDictionary()
 
 
-def _default_eps(x: Tensor) -> float:
+def default_eps(x: Tensor) -> float:
     """torch.nn.RMSNorm's eps=None: the epsilon of the type it computes in."""
     return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
 
@@ -75,7 +75,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] to the same."""
-        return rms_norm(x, self.weight, _default_eps(x) if self.eps is None else self.eps)
+        return rms_norm(x, self.weight, default_eps(x) if self.eps is None else self.eps)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> RMSNorm:
@@ -112,7 +112,7 @@ class GemmaRMSNorm(_Norm):
         weight = cast(Tensor, self.weight)
         # of two tensors the wider type wins, in one kernel; the buffer goes with the module to a narrow type
         scale = self.one + weight if self.one.dtype == torch.float32 else 1 + weight.float()
-        return rms_norm(x, scale, _default_eps(x) if self.eps is None else self.eps)
+        return rms_norm(x, scale, default_eps(x) if self.eps is None else self.eps)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> GemmaRMSNorm:
@@ -135,7 +135,7 @@ class AddRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x and residual [..., size] to (rms_norm(x + residual), x + residual)."""
-        return add_rms_norm(x, residual, self.weight, _default_eps(x) if self.eps is None else self.eps)
+        return add_rms_norm(x, residual, self.weight, default_eps(x) if self.eps is None else self.eps)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> AddRMSNorm:
@@ -367,7 +367,7 @@ def _difference(theirs: nn.Module, made: nn.Module, probe: Tensor, expected: Ten
     """The refusal's text for a module that computes something else."""
     weight, eps = getattr(theirs, "weight", None), getattr(made, "eps", None)
     if isinstance(made, RMSNorm) and isinstance(weight, Tensor):
-        shifted = rms_norm(probe, 1 + weight, _default_eps(probe) if eps is None else eps)
+        shifted = rms_norm(probe, 1 + weight, default_eps(probe) if eps is None else eps)
         if torch.allclose(shifted, expected, rtol=1e-4, atol=1e-5):
             return f"{name} scales by (1 + weight), as Gemma's does; RMSNorm scales by the weight"
     return f"{name} computes something else than {type(made).__name__}: error {error:.1e} on a float32 probe"

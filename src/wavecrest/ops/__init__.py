@@ -28,6 +28,7 @@ from wavecrest.ops.rows.add_rms_norm_quantize import add_rms_norm_quantize
 from wavecrest.ops.rows.dequantize import dequantize
 from wavecrest.ops.rows.layer_norm import layer_norm
 from wavecrest.ops.rows.layer_norm_quantize import layer_norm_quantize
+from wavecrest.ops.rows.post_layer_norm import post_layer_norm
 from wavecrest.ops.rows.quantize_fp8 import quantize_fp8
 from wavecrest.ops.rows.quantize_int8 import quantize_int8
 from wavecrest.ops.rows.rms_norm import rms_norm
@@ -64,6 +65,7 @@ __all__ = [
     "moe",
     "names",
     "pack",
+    "post_layer_norm",
     "quantize_fp8",
     "quantize_int8",
     "rms_norm",

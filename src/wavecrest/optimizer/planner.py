@@ -258,6 +258,8 @@ class Planner:
             return compiled or (self._is_uncapturable and self._compiles(step))
         if rows[index].verdict not in ("reverted", "tie") or step.level == 1 or step.phase == "weights":
             return False
+        if step.id in self._joined:
+            return False
         # a compile mode that lost to the one in force lost to it already
         rivals = any(step.excludes(item.step) for item in self.run.ledger.applied.steps)
         return not rivals and any(row.verdict == "kept" for row in rows[index + 1 :])
@@ -322,9 +324,16 @@ class Planner:
             (name, row.ratio)
             for name, row in last.items()
             if name in steps and row.verdict == "tie" and row.ratio is not None and row.ratio > 1
+            if name not in self._joined
             if not any(steps[name].excludes(item.step) for item in self.run.ledger.applied.steps)
         ]
         return tuple(sorted(found, key=lambda one: -one[1]))
+
+    @property
+    def _joined(self) -> set[str]:
+        """Steps that are in force as parts of a joined one."""
+        joins = [item for item in self.run.ledger.applied.steps if item.step.joins]
+        return {row["id"] for item in joins for row in item.params["steps"]}
 
     def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.

@@ -46,9 +46,13 @@ def _bind_norm(call: RowCall) -> Callable[[RowCall], Any]:
         h = call.x + call.residual
         return norm(h, call), h
 
+    def of_sum(call: RowCall) -> Tensor:
+        assert call.residual is not None
+        return norm(call.x + call.residual, call)
+
     # written out where it is all there is: a call of Python less
     if call.residual is not None:
-        return with_residual
+        return with_residual if call.keeps_sum else of_sum
     if call.kind == "rms":
         return lambda call: torch.rms_norm(call.x, size, call.weight, eps)
     return lambda call: torch.layer_norm(call.x, size, call.weight, call.bias, eps)
@@ -79,6 +83,7 @@ for _name, _bind, _refusal in (
     ("add_rms_norm", _bind_norm, _refuse),
     ("layer_norm", _bind_norm, _refuse),
     ("add_layer_norm", _bind_norm, _refuse),
+    ("post_layer_norm", _bind_norm, _refuse),
     ("softmax", _bind_softmax, _refuse_wide),
     ("dequantize", _bind_dequantize, _refuse_nothing),
 ):

@@ -52,7 +52,7 @@ def refusal_of_epilogue(call: GemmCall) -> str | None:
 
 
 def _unlike(call: GemmCall) -> str | None:
-    """Why a descriptor cannot stand for the residual; None where it can, or there is none."""
+    """Why a descriptor cannot stand for the residual; None where it can, or has nothing to stand for."""
     r = call.residual
     if r is None or (r.dtype == call.dtype and r.is_contiguous()):
         return None
@@ -77,17 +77,17 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
 
 def launch_epilogue(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
     """As `launch`, of the kernel whose epilogue has warps of its own."""
-    described = _descriptors(call, y, config, STORED)
-    residual = described[-1]
+    operands = _descriptors(call, y, config, STORED)
+    residual = operands[-1]
     if call.residual is not None:
         rows = call.residual.view(call.M, call.N)
         residual = _triton.tile_descriptor(rows, [config["BLOCK_M"] // GROUPS, STORED])
-    made = _launch_of(_hopper_epilogue_kernel, call, (*described, residual), config, arch)
+    made = _launch_of(_hopper_epilogue_kernel, call, (*operands, residual), config, arch)
     return made._replace(constants={**made.constants, "RESIDUAL": call.residual is not None})
 
 
 def _launch_of(
-    kernel: Any, call: GemmCall, described: tuple[Any, ...], config: Config, arch: Arch | None
+    kernel: Any, call: GemmCall, operands: tuple[Any, ...], config: Config, arch: Arch | None
 ) -> _launcher.Launch:
     # a tile has two halves of columns of b
     columns = config["BLOCK_N"] * (1 if call.activation in GATED else 2)
@@ -99,7 +99,7 @@ def _launch_of(
         kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *described, bias, call.N, tiles_m, tiles_n,
+            *operands, bias, call.N, tiles_m, tiles_n,
             _layout.ceil_div(call.K, config["BLOCK_K"]),
             bias_stride, alpha, slope,
         ),

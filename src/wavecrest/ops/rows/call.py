@@ -20,7 +20,7 @@ class RowCall(NamedTuple):
     """An op over the last dimension of x [..., N]; which one, `kind` says (see `kernel.KINDS`).
 
     With `dtype` the result is quantized to that 8-bit type; of kind "scaled" it is the dtype that 8-bit x is
-    dequantized to. `scale`: given, or None: worked out from the values.
+    dequantized to. `scale`: given, or None: worked out from the values. `keeps_sum`: x + residual is a result too.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class RowCall(NamedTuple):
     dtype: torch.dtype | None = None
     granularity: str = "token"
     scale: Tensor | None = None
+    keeps_sum: bool = True
 
     @property
     def quantization(self) -> Quantization | None:
@@ -60,13 +61,17 @@ class RowCall(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Properties by which the row ops differ; `dtypes`: the 8-bit types that a quantizing op makes."""
+    """Properties by which the row ops differ.
+
+    `dtypes`: the 8-bit types that a quantizing op makes; `keeps_sum`: x + residual is a result too.
+    """
 
     name: str
     kind: str
     residual: bool = False
     quantized: bool = False
     dtypes: tuple[torch.dtype, ...] = tuple(_quantized.LARGEST)
+    keeps_sum: bool = True
 
 
 def check(spec: Spec, call: RowCall) -> None:

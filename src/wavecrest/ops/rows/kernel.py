@@ -180,6 +180,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     eps,
     KIND: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    KEEPS_SUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -234,7 +235,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         # not before: what waits beside programs that wait would crowd where the launch before both runs dry
         pdl_launch_dependents(True)
     x = _load(x_rows, r_rows, cols, stride_xn, stride_rn, mask, KIND, RESIDUAL)
-    if RESIDUAL:
+    if RESIDUAL and KEEPS_SUM:
         tl.store(h_ptr + out_rows + cols[None, :], x, mask=mask)
     first = tl.zeros([BLOCK_M], tl.float32)
     second = first

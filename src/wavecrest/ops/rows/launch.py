@@ -115,6 +115,7 @@ def launch(
         {
             "KIND": KINDS[call.kind],
             "RESIDUAL": residual is not None,
+            "KEEPS_SUM": call.keeps_sum,
             "HAS_WEIGHT": weight is not None,
             "HAS_BIAS": bias is not None,
             "ROUNDING": rounding,
@@ -159,7 +160,7 @@ def bind_outputs(call: RowCall) -> Callable[[RowCall], tuple[Tensor, Tensor, Ten
     # the keyword costs 0.2 µs a call
     keywords: dict[str, Any] = {} if x.is_contiguous() else {"memory_format": torch.contiguous_format}
     if how is None:
-        if call.residual is None:
+        if call.residual is None or not call.keeps_sum:
             return lambda call: (torch.empty_like(call.x, **keywords), call.x, call.x)
         return lambda call: (torch.empty_like(call.x, **keywords), torch.empty_like(call.x, **keywords), call.x)
     # not `how` itself, which has the scale of one call
@@ -170,7 +171,7 @@ def bind_outputs(call: RowCall) -> Callable[[RowCall], tuple[Tensor, Tensor, Ten
     def outputs(call: RowCall) -> tuple[Tensor, Tensor, Tensor]:
         x, scale = call.x, call.scale
         y = torch.empty_like(x, dtype=dtype, **keywords)
-        h = x if call.residual is None else torch.empty_like(x, **keywords)
+        h = torch.empty_like(x, **keywords) if call.residual is not None and call.keeps_sum else x
         if scale is None:
             scale = (torch.empty if some else torch.ones)(shape, dtype=torch.float32, device=device)
         return y, h, scale.contiguous()
@@ -200,6 +201,7 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
     make_slots = _bind_slots(x, config, rounding)
     outputs = bind_outputs(call)
     some, scaled = x.numel() > 0, how is not None and call.kind != "scaled"
+    two = call.residual is not None and call.keeps_sum
 
     def run(call: RowCall) -> Any:
         x, residual, weight, bias = call.x, call.residual, call.weight, call.bias
@@ -219,7 +221,7 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
                 look(*tensors)
             start(*tensors)
         if not scaled:
-            return y if residual is None else (y, h)
-        return (y, scale) if residual is None else (y, scale, h)
+            return (y, h) if two else y
+        return (y, scale, h) if two else (y, scale)
 
     return run

@@ -42,6 +42,6 @@ def reference(call: RowCall) -> Any:
     if call.bias is not None:
         y = y + call.bias.to(y.dtype)
     results = (y.to(x.dtype),) if how is None else _quantized.reference(y, how)
-    if call.residual is not None:
+    if call.residual is not None and call.keeps_sum:
         results = (*results, h)
     return results[0] if len(results) == 1 else results

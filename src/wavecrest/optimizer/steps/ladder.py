@@ -30,9 +30,9 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.compile_fusions import fusion_steps
     from wavecrest.optimizer.steps.environment import EnvironmentStep
     from wavecrest.optimizer.steps.fold_batch_norm import FoldBatchNorm
+    from wavecrest.optimizer.steps.fuse_add_norm import FuseAddNorm
     from wavecrest.optimizer.steps.fuse_append import FuseAppend
     from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseParallel, FuseQKV
-    from wavecrest.optimizer.steps.fuse_post_norm import FusePostNorm
     from wavecrest.optimizer.steps.fuse_residual import FuseResidual
     from wavecrest.optimizer.steps.join_ties import JoinTies
     from wavecrest.optimizer.steps.pack_heads import PackHeads
@@ -81,7 +81,7 @@ def _steps() -> dict[str, Step]:
         ReplaceRotary(),
         FuseAppend(),
         FuseResidual(),
-        FusePostNorm(),
+        FuseAddNorm(),
         JoinTies(step_by_id),
         *fusion_steps(),
         *compile_steps(thorough=True),

@@ -215,23 +215,6 @@ class EncoderSites(Sites):
         return [*self.sites, *(row.linear for row in self.layers)]
 
 
-class AddingOutput(Params):
-    """A module that normalises the sum of a linear layer and a residual, and the backend of gemm that adds."""
-
-    site: str
-    backend: str
-
-
-class AddingOutputs(Params):
-    """Such modules."""
-
-    outputs: Annotated[list[AddingOutput], Field(min_length=1)]
-
-    def modules(self) -> list[str]:
-        """The modules."""
-        return [row.site for row in self.outputs]
-
-
 class LinearBackends(Params):
     """Linear layers and the backends of gemm that they run on."""
 

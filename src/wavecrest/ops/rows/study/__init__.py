@@ -26,7 +26,9 @@ def _study(spec: Spec) -> Study[RowCall]:
     kernel: KernelStudy[RowCall] = KernelStudy(
         # one configuration, the architecture's
         space=lambda key, arch: (configured(key[0], key[1], shape_of(spec, key), arch),),
-        work=lambda key, config, arch: work(shape_of(spec, key), key[0], key[1], config, arch),
+        work=lambda key, config, arch: work(
+            shape_of(spec, key), key[0], key[1], config, arch, keeps_sum=spec.keeps_sum
+        ),
     )
     return Study(
         inputs=partial(inputs, spec),
@@ -41,7 +43,7 @@ def _cost(call: RowCall) -> Cost:
     x, how = call.x, call.quantization
     vectors = sum(vector.nbytes for vector in (call.weight, call.bias) if vector is not None)
     # x in; the residual in and the sum out
-    moved = x.nbytes * (1 if call.residual is None else 3)
+    moved = x.nbytes * (1 if call.residual is None else 3 if call.keeps_sum else 2)
     if how is None:
         written = x.nbytes
     else:

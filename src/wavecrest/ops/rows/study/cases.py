@@ -29,7 +29,9 @@ def _call(spec: Spec, rows: list[torch.Tensor], vectors: list[torch.Tensor], **o
         options = {"dtype": spec.dtypes[0]} | options
     residual = rows[1] if spec.residual else None
     weight, bias = (*vectors, None, None)[:2]
-    return RowCall(spec.kind, rows[0], residual, weight, bias, _EPS.get(spec.kind, 0.0), **options)
+    return RowCall(
+        spec.kind, rows[0], residual, weight, bias, _EPS.get(spec.kind, 0.0), keeps_sum=spec.keeps_sum, **options
+    )
 
 
 def inputs(spec: Spec, M: int, N: int, dtype: torch.dtype, device: str) -> RowCall:

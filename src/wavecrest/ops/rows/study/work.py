@@ -18,7 +18,7 @@ _ROUNDING_OPERATIONS = 8.0
 _SPLIT_CYCLES = 1000.0
 
 
-def work(shape: Shape, rows: int, columns: int, config: Config, arch: Arch) -> tuple[Work, ...]:
+def work(shape: Shape, rows: int, columns: int, config: Config, arch: Arch, keeps_sum: bool = True) -> tuple[Work, ...]:
     """Work of the kernel, for the cost model; empty where the rows are not known.
 
     A program of a split row waits once for the others' numbers.
@@ -29,7 +29,7 @@ def work(shape: Shape, rows: int, columns: int, config: Config, arch: Arch) -> t
     # bytes of a value in and out: of both where there is a residual
     read, written = (1 if shape.kind == "scaled" else size), (1 if shape.rounding and shape.kind != "scaled" else size)
     if shape.residual:
-        read, written = 2 * read, written + size
+        read, written = 2 * read, written + (size if keeps_sum else 0)
     parts, block = parts_of(columns, config), config["BLOCK_M"] * config["BLOCK_N"]
     programs = _layout.ceil_div(rows, config["BLOCK_M"]) * parts
     values = rows * columns / programs
