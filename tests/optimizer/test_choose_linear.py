@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wavecrest import hardware
+from wavecrest import hardware, records
 from wavecrest.errors import PlanError, StepRefused, Unsupported
 from wavecrest.measure.workload import Buckets, Workload, from_example
 from wavecrest.nn import linear
@@ -299,12 +299,27 @@ def test_the_fastest_is_chosen_and_a_tie_is_pytorchs() -> None:
 
         return time
 
-    assert gemm_choices.choices([call, call], "cpu", timer(0.5)) == ({name: "onednn"}, 0.5, {})
+    assert gemm_choices.choices([call, call], "cpu", timer(0.5)) == ({name: "onednn"}, 1.0, {})
     assert gemm_choices.choices([call], "cpu", timer(0.02)) == ({}, 0.0, {})
     # by the clock, once in a process
     first = gemm_choices.choices([call], "cpu")
     assert gemm_choices.choices([call], "cpu") == first
     assert gemm_choices.host_time(lambda: F.gelu(torch.zeros(2))) > 0
+
+
+def test_the_prediction_is_what_the_calls_saved_of_a_call_of_the_model() -> None:
+    context = StepContext(from_example(Mlp(nn.GELU()), torch.randn(2, 8)), GPU)
+    context.profile = [
+        records.BucketProfile.model_construct(
+            bucket=name, wall_ms=wall, kernel_ms=wall, idle_ms=0.0, launches=4, ops=[], categories=[]
+        )
+        for name, wall in (("short", 1.0), ("long", 3.0))
+    ]
+    predicted = STEP.predict(Found(("fc1",), note="1 of 2 layers on triton", saved_ms=0.4), context)
+    assert predicted.ratio == pytest.approx(1 / (1 - 0.1)) and "0.4 of 4 ms less" in predicted.basis
+    # without a profile nothing is known
+    context.profile = []
+    assert STEP.predict(Found(("fc1",), saved_ms=0.4), context).ratio == 1.0
 
 
 def test_on_a_gpu_layers_are_timed_only_where_that_is_worth_its_seconds() -> None:

@@ -88,6 +88,20 @@ def test_no_prediction_is_above_what_was_hoped_for(step: str, compiled: bool, at
         assert predicted is not None and fewer is not None and hoped == predicted > fewer >= 1.0
 
 
+def test_additions_before_norms_of_ours_are_not_promised() -> None:
+    context = StepContext(from_example(nn.Linear(2, 2), torch.randn(1, 2)), GPU)
+    context.profile = [
+        records.BucketProfile.model_construct(
+            bucket="default", wall_ms=1.0, kernel_ms=1.0, idle_ms=0.0, launches=4, ops=[],
+            categories=[records.CategoryTime.model_construct(category="normalisation", ms=0.2, share=0.2)],
+        )
+    ]  # fmt: skip
+    step, found = step_by_id("compile:graph"), Found(("model",), {"backends": {}})
+    assert (step.predict(found, context).ratio or 0) > 1.05
+    context.own_layer_norms = True
+    assert step.predict(found, context).ratio == 1.0
+
+
 def test_nothing_to_fuse_and_other_devices_say_so(workload: Workload) -> None:
     plain = from_example(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(2, 4))
     assert "nothing in the graphs" in find("compile:graph", plain).note

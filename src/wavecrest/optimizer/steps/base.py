@@ -47,15 +47,16 @@ class Found:
     """The sites that a step would change. Without sites there is nothing to do, and `note` has the reason.
 
     `params` is JSON and is all that `apply` needs to do the same again from a plan file. `saved` is the share of the
-    sites' own time that was saved where the step tried them alone; None where it did not. `rows` are those of each
-    site's input, where the step saw them. `compiles`: its trial compiles the model, though that is not the step's
-    phase; `title` is what the table shows then.
+    sites' own time that was saved where the step tried them alone, `saved_ms` the milliseconds in all buckets together;
+    None where it did not. `rows` are those of each site's input, where the step saw them. `compiles`: its trial
+    compiles the model, though that is not the step's phase; `title` is what the table shows then.
     """
 
     sites: tuple[str, ...]
     params: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     saved: float | None = None
+    saved_ms: float | None = None
     rows: tuple[int, ...] = ()
     compiles: bool = False
     title: str = ""

@@ -30,13 +30,13 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 class Choices(NamedTuple):
-    """The backends by `name_of`, where another than PyTorch's is faster, and the share of all calls' time they save.
+    """The backends by `name_of`, where another than PyTorch's is faster, and what they save over all calls, in ms.
 
     `left_out` has the backends that take a call and raised when it was timed, with the first error of each.
     """
 
     backends: dict[str, str]
-    saved: float
+    saved_ms: float
     left_out: dict[str, str]
 
     @property
@@ -76,7 +76,7 @@ def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -
     """
     backends: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    own = best = 0.0
+    saved = 0.0
     calls = list(calls)
     if time is None:
         new = {name_of(call): call for call in calls if (device, name_of(call), Op.epoch) not in _timed}
@@ -90,11 +90,11 @@ def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -
             timed = _time(_with_numbers(call, device), time or (host_time if device == "cpu" else device_time))
             if time is None:
                 _timed[key] = timed
-        own, best = own + timed.own, best + timed.best
+        saved += timed.own - timed.best
         left_out = timed.raised | left_out
         if timed.backend:
             backends[name] = timed.backend
-    return Choices(backends, 1 - best / own if own else 0.0, left_out)
+    return Choices(backends, saved, left_out)
 
 
 def _with_numbers(call: GemmCall, device: str) -> GemmCall:
