@@ -12,6 +12,11 @@ from wavecrest.hardware import Arch
 INVARIANT_CHUNK = 1024
 # programs a compute unit that the keys are split for: those that run at once
 PROGRAMS = {"nvidia": 4, "amd": 8}
+# on NVIDIA, where one program a multiprocessor reads all keys or nearly: it has tiles twice as large, and what joins
+# splits has less to do. H100, 2026-11-28, 32 heads over 8, D = 128, bfloat16, µs before and after, and cuDNN's: 1 x
+# 2,049 keys 10.5, 9.5, 10.0; 4 x 2,049 20.4, 18.4, 19.5; 16 x 2,049 56.1, 50.0, 49.7; 32 x 1,025 56.8, 50.9, 50.6
+# (no record)
+FEW_PROGRAMS = 2
 # keys of one split, for any number of sequences: without a limit all wait for the longest. One H200, 2026-11-22, 64
 # sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
 LEAST_CHUNK, MOST_CHUNK = 128, 2048
@@ -45,15 +50,16 @@ class Shape(NamedTuple):
 _Tile = tuple[int, int, int]
 
 
-def _nvidia(shape: Shape, rows: int, width: int) -> _Tile:
+def _nvidia(shape: Shape, rows: int, width: int, few: bool) -> _Tile:
     """4 KiB of k a warp and step, three steps under way: what hides the way to memory. Warps share a step's keys.
 
-    Two warps where their registers hold the sums; in pages a step more, as the numbers of pages take one.
+    Two warps where their registers hold the sums, and there are not `few` programs; in pages a step more, as the
+    numbers of pages take one.
     """
     if shape.q_bits == 32:
         # without matrix units: each thread multiplies its part from registers
         return (16, 8, 2) if rows <= 16 else (16, 16, 2)
-    warps = 2 if rows == 16 and width <= 128 and shape.groups < 2 else 4
+    warps = 2 if rows == 16 and width <= 128 and shape.groups < 2 and not few else 4
     keys = 4096 * warps * 8 // (width * shape.kv_bits)
     # 8 bits are widened in registers, 16 KiB of them into 32
     keys = min(keys, 64 if shape.kv_bits <= 8 or width == 256 else 128)
@@ -100,6 +106,19 @@ def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
     return 16 if shape.kv_bits == 4 else 32, (4 if shape.kv_bits <= 8 and rows > 16 else 2) * waves, 1
 
 
+def _chunk(shape: Shape, units: int, programs: int) -> int:
+    """Keys of a split with so many programs a compute unit; `shape` has pairs."""
+    splits = max(1, programs * units // shape.pairs)
+    return _layout.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _layout.ceil_div(shape.capacity, splits))))
+
+
+def _programs(shape: Shape, units: int) -> float:
+    """Programs a compute unit where keys are split for one; infinite where the number of pairs is not known."""
+    if shape.pairs == 0:
+        return float("inf")
+    return shape.pairs * _layout.ceil_div(shape.capacity, _chunk(shape, units, 1)) / units
+
+
 def default(shape: Shape, arch: Arch | None) -> Config:
     """Tiles of as many rows as there are queries; keys are split until every compute unit has some programs."""
     rdna = arch is not None and arch.vendor == "amd" and arch.wave_size == 32
@@ -107,8 +126,11 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     most = 16 if rdna and shape.q_bits == 32 else 64
     rows = max(16, min(most, _layout.power_of_two(shape.rows)))
     width = max(16, _layout.power_of_two(shape.head_dim))
-    if arch is None or arch.vendor == "nvidia":
-        keys, warps, stages = _nvidia(shape, rows, width)
+    units = 132 if arch is None else arch.compute_units
+    nvidia = arch is None or arch.vendor == "nvidia"
+    few = nvidia and shape.kv_bits == 16 and rows == 16 and width <= 128 and _programs(shape, units) <= FEW_PROGRAMS
+    if nvidia:
+        keys, warps, stages = _nvidia(shape, rows, width, few)
     else:
         keys, warps, stages = _rdna(shape, rows, width) if rdna else _cdna(shape, rows, width)
     # within one page, where pages are multiples of a tile that matrix units take: its number is then loaded once
@@ -116,7 +138,5 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     keys = min(keys, divides) if divides >= 16 else keys
     chunk = INVARIANT_CHUNK
     if shape.pairs > 0:
-        units = 132 if arch is None else arch.compute_units
-        splits = max(1, PROGRAMS["nvidia" if arch is None else arch.vendor] * units // shape.pairs)
-        chunk = _layout.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _layout.ceil_div(shape.capacity, splits))))
+        chunk = _chunk(shape, units, 1 if few else PROGRAMS["nvidia" if arch is None else arch.vendor])
     return Config(BLOCK_M=rows, BLOCK_N=keys, CHUNK=max(chunk, keys), num_warps=warps, num_stages=stages)

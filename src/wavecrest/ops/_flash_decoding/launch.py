@@ -27,6 +27,8 @@ from wavecrest.ops.common.quantized import LARGEST
 LEAST_BLOCK = 16
 # columns of a product from shared memory
 LEAST_SHARED = 64
+# a cache of so many times a split's keys is not split
+HARDLY_MORE = 1.125
 # splits that are put together at a time
 JOINED = 16
 
@@ -174,14 +176,17 @@ def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
 def chunk_of(call: FlashDecodingCall, config: Config) -> int:
     """Keys of a split: CHUNK divides the largest capacity of a bucket, and a smaller one has as many splits.
 
-    In splits of 1,024, a quarter of 4,096, 2,176 keys would be three, of which the last has 128. Where the batch must
-    not change a result's bits the capacity does not either.
+    In splits of 1,024, a quarter of 4,096, 2,176 keys would be three, of which the last has 128. What is hardly more
+    than one split is one: 2,176 keys of splits of 2,048. Where the batch must not change a result's bits the capacity
+    does not either.
     """
     chunk, keys, capacity = int(config["CHUNK"]), int(config["BLOCK_N"]), call.capacity
     if chunk % keys != 0:
         raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
     if call.batch_invariant:
         return chunk
+    if capacity <= chunk * HARDLY_MORE:
+        return max(LEAST_CHUNK, _layout.ceil_div(capacity, keys) * keys)
     share = _layout.ceil_div(capacity, _layout.ceil_div(row_bucket(max(1, capacity)), chunk))
     return min(chunk, max(LEAST_CHUNK, _layout.ceil_div(share, keys) * keys))
 
