@@ -13,9 +13,9 @@ INVARIANT_CHUNK = 1024
 # programs a compute unit that the keys are split for: those that run at once
 PROGRAMS = {"nvidia": 4, "amd": 8}
 # on NVIDIA, where one program a multiprocessor reads all keys or nearly: it has tiles twice as large, and what joins
-# splits has less to do. H100, 2026-11-28, 32 heads over 8, D = 128, bfloat16, µs before and after, and cuDNN's: 1 x
-# 2,049 keys 10.5, 9.5, 10.0; 4 x 2,049 20.4, 18.4, 19.5; 16 x 2,049 56.1, 50.0, 49.7; 32 x 1,025 56.8, 50.9, 50.6
-# (no record)
+# splits has less to do. H100, 2026-11-28, 32 heads over 8, D = 128, bfloat16, µs with and without: 1 x 2,176 keys 14.6,
+# 15.3; 16 x 2,176 53.1, 62.0; 32 x 1,152 57.0, 57.8 (evidence/nvidia-h100/2026-11-28_tune_decode.jsonl.gz, the quick
+# round)
 FEW_PROGRAMS = 2
 # keys of one split, for any number of sequences: without a limit all wait for the longest. One H200, 2026-11-22, 64
 # sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
@@ -107,7 +107,7 @@ def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
 
 
 def _chunk(shape: Shape, units: int, programs: int) -> int:
-    """Keys of a split with so many programs a compute unit; `shape` has pairs."""
+    """Keys of a split with this number of programs a compute unit; `shape` has pairs."""
     splits = max(1, programs * units // shape.pairs)
     return _layout.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _layout.ceil_div(shape.capacity, splits))))
 

@@ -27,7 +27,7 @@ from wavecrest.ops.common.quantized import LARGEST
 LEAST_BLOCK = 16
 # columns of a product from shared memory
 LEAST_SHARED = 64
-# a cache of so many times a split's keys is not split
+# a cache up to this times as large as a split is not split
 HARDLY_MORE = 1.125
 # splits that are put together at a time
 JOINED = 16

@@ -90,7 +90,7 @@ class ChooseLinear(Step):
         return race(context.model, context)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """What the calls saved alone, of the time of all buckets."""
+        """The time that the calls saved alone, as a share of that of all buckets."""
         saved, whole = found.saved_ms or 0.0, sum(bucket.wall_ms for bucket in context.profile)
         basis = f"{found.note}; alone their calls took {saved:.3g} of {whole:.3g} ms less"
         return Prediction.of_saved(saved / whole if whole else 0.0, basis)
