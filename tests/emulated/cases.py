@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from tests.emulated import kernels
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EmulationError, OutOfBounds
 from wavecrest.hardware import ARCHS
 from wavecrest.isa.emulate import emulated
@@ -403,6 +405,31 @@ def _own_attention(arch: str) -> tuple[float, float]:
             assert runs[-1].kernel == "_cdna_attention_kernel" and runs[-1].stats.lds_conflicts == 0, config
             worst = max(worst, relative(got, want))
     return worst, 8e-3
+
+
+@case("attention tile after tile")
+def _persistent_attention(arch: str) -> tuple[float, float]:
+    """Programs of flash_attention that take several tiles, on as many XCDs as there are: all tiles, the same bits."""
+    from wavecrest.ops._flash_attention import backend
+    from wavecrest.ops._flash_attention.call import FlashAttentionCall
+    from wavecrest.ops.common import target
+
+    call = FlashAttentionCall(*(torch.randn(1, 5, 160, 64).half() for _ in range(3)), "bhsd", causal=True)
+    want = backend.op.reference(call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double()))
+    small = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 1, "num_stages": 1}
+    alone = backend.op.run("triton", call, config=Config(**small))
+    real, runs = target.arch, driver.active.runs
+    try:
+        # 10 programs for 50 tiles, and fewer than XCDs; heads that go together, and head after head
+        for units, mib in ((10, 1), (16, 0), (3, 1)):
+            target.arch = lambda units=units: replace(ARCHS[arch], compute_units=units)
+            for how in (1, 2):
+                config = Config(**small, SECTION_MIB=mib, PERSISTENT=how, PER_UNIT=1)
+                got = backend.op.run("triton", call, config=config)
+                assert runs[-1].stats.workgroups == units and torch.equal(got, alone), config
+    finally:
+        target.arch = real
+    return relative(alone, want), 2e-3
 
 
 @case("endless loop")

@@ -299,6 +299,26 @@ def test_packed_by_itself(device: str) -> None:
         assert torch.equal(alone[0], got[rows]) and torch.equal(alone_lse[0], lse[:, rows])
 
 
+@pytest.mark.parametrize("how", [1, 2], ids=["every nth tile", "the next tile"])
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "everything"])
+def test_programs_that_take_tile_after_tile(key: str, how: int, device: str) -> None:
+    """The same bits as with one tile a program, with fewer programs than tiles and more."""
+    queries, keys = [5, 40, 0, 17], [20, 33, 3, 17]
+    (q, k, v), starts = packed(queries, keys, HEADS, 2, 16, torch.bfloat16, device)
+    calls = [
+        FlashAttentionCall(q, k, v, return_lse=True, **starts, **option(key, max(queries), max(keys), device, 4)),
+        FlashAttentionCall(*tensors(2, 75, 75, HEADS, 2, device=device), **option(key, 75, 75, device, 2)),
+    ]
+    for call in calls:
+        want = op.run("triton", call, config=SMALL)
+        for more in ({"PER_UNIT": 1}, {"PER_UNIT": 3}, {"PER_UNIT": 500, "SECTION_MIB": 1}):
+            got = op.run("triton", call, config=Config(**SMALL.kwargs, PERSISTENT=how, **more))
+            for one, other in zip(
+                got if call.return_lse else (got,), want if call.return_lse else (want,), strict=True
+            ):
+                assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 def test_starts_of_sequences_may_have_gaps(device: str) -> None:
     (q, k, v), starts = packed([5, 17], [20, 9], 2, 2, 16, torch.float32, device)
     want = op.run("triton", FlashAttentionCall(q, k, v, **starts), config=SMALL)
@@ -630,7 +650,7 @@ def test_specialised_arguments() -> None:
     from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 
     found = specialised(_flash_attention_kernel)
-    assert all(name.endswith("_ptr") for name in found) and len(found) == 13
+    assert all(name.endswith("_ptr") for name in found) and len(found) == 14
 
 
 def _made(queries: int, keys: int, batch: int = 2, heads: int = 8, **options: Any) -> Any:

@@ -17,6 +17,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # weights of 8-bit values: in TYPE; in TYPE, but cut off at the largest 8-bit value; rounded to 8 bits
 WEIGHTS, CAPPED, EIGHT_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+# how a program comes to its tiles: it has one, every n-th of n programs, or the next that no program has
+ONE_TILE, FIXED, DYNAMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 # values that do not make the kernel anew when they change
 SIZES = [
     "scale", "softcap", "seqlen_q", "seqlen_k", "heads", "group", "tiles", "d_units", "dv_units", "left", "right",
@@ -231,16 +234,48 @@ def _attend(  # type: ignore[no-untyped-def]
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _flash_attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr, lse_ptr,
+@triton.jit
+def _bounds(cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a sequence starts among the tokens of queries and of keys, and how many of each it has."""
+    if PACKED:
+        q_start = tl.load(cu_q_ptr + sequence * stride_cq)
+        k_start = tl.load(cu_k_ptr + sequence * stride_ck)
+        seqlen_q = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - q_start
+        seqlen_k = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - k_start
+        return q_start, k_start, seqlen_q, seqlen_k
+    else:
+        return 0, 0, seqlen_q, seqlen_k
+
+
+@triton.jit
+def _following(next_ptr, index, FIRST: tl.constexpr, XCDS: tl.constexpr, PERSISTENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile that a program takes after tile `index`: as many tiles on as there are programs, or the next of its XCD.
+
+    Tiles belong to the XCDs in turn, as programs begin on them: there are a multiple of XCDS, or as many as tiles.
+    """
+    if PERSISTENT == DYNAMIC:
+        # fewer programs than XCDs leave none of the tiles out
+        queues = tl.minimum(tl.num_programs(0), XCDS)
+        queue = tl.program_id(0) % queues
+        # no other memory hangs on it
+        index = tl.atomic_add(next_ptr + queue, 1, sem="relaxed") * queues + queue
+    elif FIRST:
+        index = tl.program_id(0)
+    else:
+        index += tl.num_programs(0)
+    return index
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, o_ptr, lse_ptr,
     q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    scale, softcap, seqlen_q, seqlen_k, heads, group, tiles, d_units, dv_units, left, right,
+    scale, softcap, seqlen_q, seqlen_k, group, d_units, dv_units, left, right,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
-    stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
+    stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink,
     p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
-    seed_low, seed_high, least_kept, kept_share, section, total,
+    seed_low, seed_high, least_kept, kept_share,
     PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DROPOUT: tl.constexpr,
     Q_ORDER: tl.constexpr, K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, BIAS_ORDER: tl.constexpr,
@@ -248,30 +283,15 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     QUANTIZED: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr,
     PTX: tl.constexpr, FOREIGN: tl.constexpr, TIES_UP: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr,
-    V_DESCALE: tl.constexpr, XCDS: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_DESCALE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head of one sequence.
+    """Tile `tile_m` of BLOCK_M queries of one head of one sequence; other arguments as of the kernel.
 
-    Strides of q, k, v and bias come in units of their ALIGN, head_dim in units of D_ALIGN and DV_ALIGN, those of o in
-    DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
-    multiplied in more bits has TYPE, q and k with WIDEN, weights unless they are ROUNDED to 8 bits. DROPOUT keeps
-    a weight whose word is `least_kept` or more. TIES_UP: how weights are rounded, see `rounded`. `section`, `total`,
-    SECTIONS: see `place_of`.
+    PACKED: the sequence's lengths, and where it starts among the tokens of queries and of keys.
     """
-    tile_m, place = place_of(tl.program_id(0), tl.num_programs(0), tiles, section, total, XCDS, RIGHT, SECTIONS)
-    head = place % heads
-    sequence = (place // heads).to(tl.int64)
-    head = head.to(tl.int64)
     kv_head = head // group
     start_m = tile_m * BLOCK_M
-    if PACKED:
-        q_start = tl.load(cu_q_ptr + sequence * stride_cq)
-        k_start = tl.load(cu_k_ptr + sequence * stride_ck)
-        seqlen_q = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - q_start
-        seqlen_k = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - k_start
-        if start_m >= seqlen_q:
-            return
 
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
@@ -286,7 +306,7 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     else:
         scale = scale * LOG2_E
 
-    # the first element of each tensor that this program has to do with, tokens of packed sequences counted in 64 bits
+    # the first element of each tensor that this tile has to do with, tokens of packed sequences counted in 64 bits
     q_ptr += (sequence * stride_qb + head * stride_qh) * Q_ALIGN
     k_ptr += (sequence * stride_kb + kv_head * stride_kh) * K_ALIGN
     v_ptr += (sequence * stride_vb + kv_head * stride_vh) * V_ALIGN
@@ -407,3 +427,79 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     acc = acc * share[:, None]
     o_tile = offs_m[:, None] * (stride_os * DV_ALIGN) + offs_dv[None, :]
     tl.store(o_ptr + o_tile, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_dv[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _flash_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr, lse_ptr,
+    q_descale_ptr, k_descale_ptr, v_descale_ptr, next_ptr,
+    scale, softcap, seqlen_q, seqlen_k, heads, group, tiles, d_units, dv_units, left, right,
+    stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
+    stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
+    p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
+    seed_low, seed_high, least_kept, kept_share, section, total,
+    PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DROPOUT: tl.constexpr,
+    Q_ORDER: tl.constexpr, K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, BIAS_ORDER: tl.constexpr,
+    Q_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr,
+    D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr,
+    PTX: tl.constexpr, FOREIGN: tl.constexpr, TIES_UP: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr,
+    V_DESCALE: tl.constexpr, XCDS: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M queries of one head of one sequence.
+
+    Strides of q, k, v and bias come in units of their ALIGN, head_dim in units of D_ALIGN and DV_ALIGN, those of o in
+    DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
+    multiplied in more bits has TYPE, q and k with WIDEN, weights unless they are ROUNDED to 8 bits. DROPOUT keeps
+    a weight whose word is `least_kept` or more. TIES_UP: how weights are rounded, see `rounded`. `section`, `total`,
+    SECTIONS: see `place_of`. PERSISTENT: a program takes tiles until there are no more, as `_following` says.
+    """
+    if PERSISTENT == ONE_TILE:
+        tile_m, place = place_of(tl.program_id(0), tl.num_programs(0), tiles, section, total, XCDS, RIGHT, SECTIONS)
+        head = (place % heads).to(tl.int64)
+        sequence = (place // heads).to(tl.int64)
+        q_start, k_start, length_q, length_k = _bounds(
+            cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED
+        )
+        if PACKED:
+            start_m = tile_m * BLOCK_M
+            if start_m >= length_q:
+                return
+        _tile(
+            tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, o_ptr,
+            lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, scale, softcap, length_q, length_k, group, d_units,
+            dv_units, left, right, stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks,
+            stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb,
+            stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, p_descale,
+            stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh, seed_low, seed_high, least_kept,
+            kept_share, PACKED, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, SINKS, LSE, DROPOUT, Q_ORDER, K_ORDER, V_ORDER,
+            BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN, BIAS_ALIGN, D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV, WIDE, QUANTIZED,
+            TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE, BLOCK_D, BLOCK_DV,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        index = _following(next_ptr, 0, True, XCDS, PERSISTENT)
+        while index < tiles * total:
+            tile_m, place = place_of(index, tiles * total, tiles, section, total, XCDS, RIGHT, SECTIONS)
+            head = (place % heads).to(tl.int64)
+            sequence = (place // heads).to(tl.int64)
+            q_start, k_start, length_q, length_k = _bounds(
+                cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED
+            )
+            if tile_m * BLOCK_M < length_q:
+                _tile(
+                    tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr,
+                    o_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, scale, softcap, length_q, length_k,
+                    group, d_units, dv_units, left, right, stride_qb, stride_qh, stride_qs, stride_qd, stride_kb,
+                    stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh,
+                    stride_os, stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah,
+                    stride_sink, p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
+                    seed_low, seed_high, least_kept, kept_share, PACKED, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, SINKS,
+                    LSE, DROPOUT, Q_ORDER, K_ORDER, V_ORDER, BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN, BIAS_ALIGN,
+                    D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV, WIDE, QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN,
+                    TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            index = _following(next_ptr, index, False, XCDS, PERSISTENT)

@@ -21,6 +21,12 @@ from wavecrest.ops.common.triton import tl
 
 # matrix units take no fewer, of 8-bit values no fewer than the second
 LEAST_BLOCK, LEAST_BLOCK_8_BITS = 16, 32
+# parts of a configuration that the kernel does not take: which heads go together, and programs a compute unit
+NOT_CONSTANT = ("SECTION_MIB", "PER_UNIT")
+# the value of PERSISTENT with which programs take the next tile that none has
+DYNAMIC = 2
+# programs a compute unit where a configuration does not say: what runs at once
+PER_UNIT = 2
 # offsets in a tile from which on 32 bits are too few
 FAR = 1 << 31
 
@@ -109,13 +115,17 @@ def launch(
     d_align, dv_align = (_layout.alignment(one.shape[-1]) for one in (q, v))
     o_strides = call.bhsd(o).stride()
     tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
+    programs, taken = tiles * call.heads * call.batch, {"PERSISTENT": 0} | config.kwargs
+    if taken["PERSISTENT"]:
+        programs = min(programs, config.get("PER_UNIT", PER_UNIT) * (1 if arch is None else arch.compute_units))
     # a window of this width hides no key
     most = call.seqlen_q + call.seqlen_k
     return _launcher.Launch(
         _flash_attention_kernel,
-        (tiles * call.heads * call.batch,),
+        (programs,),
         (
             *_tensors(call, o, lse),
+            counts_of(call, config, arch),
             call.scale, float(call.softcap), call.seqlen_q, call.seqlen_k, call.heads, call.group, tiles,
             call.head_dim // d_align, call.head_dim_v // dv_align, min(call.left, most), min(call.right, most),
             *walks[0].strides, *walks[1].strides, *walks[2].strides,
@@ -156,8 +166,8 @@ def launch(
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
         },
-        # the kernel takes heads, not MiB
-        Config(**{name: value for name, value in config.kwargs.items() if name != "SECTION_MIB"}),
+        # the kernel takes neither
+        Config(**{name: value for name, value in taken.items() if name not in NOT_CONSTANT}),
     )  # fmt: skip
 
 
@@ -166,6 +176,13 @@ def section(call: FlashAttentionCall, config: Config) -> int:
     kept = call.seqlen_k * (call.head_dim * call.k.element_size() + call.head_dim_v * call.v.element_size())
     groups = (config.get("SECTION_MIB", 0) << 20) // max(1, kept)
     return min(call.heads * call.batch, call.group * max(1, groups))
+
+
+def counts_of(call: FlashAttentionCall, config: Config, arch: Arch | None) -> Tensor:
+    """Zeros [XCDs] that programs count tiles in, where they take the next one; q in their place where they do not."""
+    if config.get("PERSISTENT", 0) != DYNAMIC:
+        return call.q
+    return torch.zeros(1 if arch is None else arch.xcds, dtype=torch.int32, device=call.q.device)
 
 
 def _tensors(call: FlashAttentionCall, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
@@ -211,15 +228,16 @@ def bind(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCa
     shape, dtype, device = call.shape, call.dtype, call.q.device
     lse_shape = call.lse_shape if call.return_lse else None
     start: Callable[..., None] | None = None
+    arch = _target.arch()
     if call.batch * call.seqlen_q * call.q.numel() > 0:
-        made = launch(call, *empty_results(meta), config, _target.arch())
+        made = launch(call, *empty_results(meta), config, arch)
         start = _launcher.starter(made, device)
 
     def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=device)
         if start is not None:
-            start(*_tensors(call, o, lse))
+            start(*_tensors(call, o, lse), counts_of(call, config, arch))
         return o if lse is None else (o, lse)
 
     return run

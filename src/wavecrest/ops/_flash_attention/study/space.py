@@ -11,7 +11,7 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.config import Shape, Tile, default, made_of, shape_of
-from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
+from wavecrest.ops._flash_attention.launch import DYNAMIC, LEAST_BLOCK, PER_UNIT
 
 # tiles of 16-bit types
 _ON_NVIDIA = (
@@ -49,6 +49,10 @@ def space_of(shape: Shape, arch: Arch) -> Iterator[Config]:
             made = Config(**(first.kwargs | {"SECTION_MIB": mib}))
             seen.add(made)
             yield made
+    if shape.bits != 32 and arch.wave_size == 64:
+        # programs that take tile after tile, every n-th or the next, as many as run at once
+        for how in (1, DYNAMIC):
+            yield Config(**(first.kwargs | {"PERSISTENT": how, "PER_UNIT": PER_UNIT}))
     tiles = _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD
     for tile in [one for one in tiles if _fits(one, shape, arch)]:
         one = made_of(shape, arch, tile)
