@@ -157,6 +157,15 @@ def test_sums_and_their_norms_are_one_call(function: Any, number: int) -> None:
     assert counts(Calls(function), X, inductor=True).norms == 0
 
 
+def test_a_sum_that_only_its_norm_takes_is_not_written() -> None:
+    for function, name in ((lambda m, x: m.norm(x + m.linear(x)), "post_layer_norm"), (pre_norm, "add_layer_norm")):
+        call, found = compiled(Calls(function))
+        with torch.no_grad():
+            call(X)
+        targets = [getattr(node.target, "__name__", "") for node in found[0].graph.graph.nodes]
+        assert name in targets and ("add_layer_norm" in targets) == (name == "add_layer_norm")
+
+
 def of_another(module: Any, x: Tensor) -> Tensor:
     y = torch.tanh(module.linear(x))
     root = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)

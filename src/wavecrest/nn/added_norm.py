@@ -25,7 +25,8 @@ from wavecrest.nn.norm import LayerNorm, RMSNorm, default_eps
 from wavecrest.nn.precision import in_autocast
 from wavecrest.ops import add_layer_norm, add_rms_norm, post_layer_norm
 
-Norm = LayerNorm | RMSNorm | nn.LayerNorm
+# norms whose sums ops take
+KINDS = (LayerNorm, RMSNorm, nn.LayerNorm)
 # modules of the wrappers that a subclass has again: transformers wraps the forward of each class of a layer, for
 # checkpoints of gradients, and decorators are in the source
 AGAIN = ("transformers.modeling_layers", "transformers.utils.deprecation")
@@ -34,7 +35,7 @@ ALONE, BOTH, NORMED = "_norm_of_sum", "_norm_and_sum", "_normed"
 
 
 def norm_of_sum(norm: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-    """norm(x + residual), all [..., size]; in one kernel where the norm is a `Norm` over the last dimension."""
+    """norm(x + residual), all [..., size]; in one kernel where the norm is of `KINDS`, over the last dimension."""
     if not _takes(norm, x, residual):
         normed: Tensor = norm(x + residual)
         return normed
@@ -71,8 +72,8 @@ def _takes(norm: Any, x: Any, residual: Any) -> bool:
 
 
 def is_norm(norm: Any) -> bool:
-    """Whether a module is a `Norm` and nothing but its own forward runs."""
-    return isinstance(norm, nn.Module) and any(plain(norm, kind) for kind in (LayerNorm, RMSNorm, nn.LayerNorm))
+    """Whether a module is of `KINDS`, and nothing but its own forward runs."""
+    return isinstance(norm, nn.Module) and any(plain(norm, kind) for kind in KINDS)
 
 
 class Sums(NamedTuple):
@@ -85,7 +86,7 @@ class Sums(NamedTuple):
 def sums_of(module: nn.Module) -> Sums | str:
     """The norms of sums in a module's forward; or why it stays as it is, "" where it has none.
 
-    A norm that is no `Norm`, or that has hooks, does not count.
+    A norm of another kind, or with hooks, does not count.
     """
     kind = type(module)
     names = {name for name, child in module.named_children() if is_norm(child)}

@@ -34,7 +34,7 @@ _COMMIT = r"[0-9a-f]{7,40}(\+changes)?"
 _VERSION = r"[0-9A-Za-z.+]{1,60}"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,60}$")]
-Text = Annotated[str, Field(pattern=r"^[A-Za-z0-9_. +-]{0,80}$")]
+Text = Annotated[str, Field(pattern=r"^[A-Za-z0-9_. +:-]{0,80}$")]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

@@ -235,16 +235,12 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bounds(cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a sequence starts among the tokens of queries and of keys, and how many of each it has."""
+def _lengths(cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries and keys of a sequence."""
     if PACKED:
-        q_start = tl.load(cu_q_ptr + sequence * stride_cq)
-        k_start = tl.load(cu_k_ptr + sequence * stride_ck)
-        seqlen_q = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - q_start
-        seqlen_k = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - k_start
-        return q_start, k_start, seqlen_q, seqlen_k
-    else:
-        return 0, 0, seqlen_q, seqlen_k
+        seqlen_q = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - tl.load(cu_q_ptr + sequence * stride_cq)
+        seqlen_k = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - tl.load(cu_k_ptr + sequence * stride_ck)
+    return seqlen_q, seqlen_k
 
 
 @triton.jit
@@ -268,12 +264,12 @@ def _following(next_ptr, index, FIRST: tl.constexpr, XCDS: tl.constexpr, PERSIST
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, o_ptr, lse_ptr,
+    tile_m, head, sequence, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr, lse_ptr,
     q_descale_ptr, k_descale_ptr, v_descale_ptr,
     scale, softcap, seqlen_q, seqlen_k, group, d_units, dv_units, left, right,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
-    stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink,
+    stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
     p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
     seed_low, seed_high, least_kept, kept_share,
     PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
@@ -288,7 +284,8 @@ def _tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Tile `tile_m` of BLOCK_M queries of one head of one sequence; other arguments as of the kernel.
 
-    PACKED: the sequence's lengths, and where it starts among the tokens of queries and of keys.
+    `seqlen_q`, `seqlen_k`: of the sequence. Where it starts is loaded here: PyTorch's analysis of what a kernel writes
+    takes a number that is given to a function, and moves a pointer there, for the memory that it came from.
     """
     kv_head = head // group
     start_m = tile_m * BLOCK_M
@@ -319,6 +316,8 @@ def _tile(  # type: ignore[no-untyped-def]
     at = tl.cast(start_m, tl.int64)
     q_at = at
     if PACKED:
+        q_start = tl.load(cu_q_ptr + sequence * stride_cq)
+        k_start = tl.load(cu_k_ptr + sequence * stride_ck)
         q_at = at + q_start
         k_ptr += tl.cast(k_start, tl.int64) * stride_ks
         v_ptr += tl.cast(k_start, tl.int64) * stride_vs
@@ -461,24 +460,22 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         tile_m, place = place_of(tl.program_id(0), tl.num_programs(0), tiles, section, total, XCDS, RIGHT, SECTIONS)
         head = (place % heads).to(tl.int64)
         sequence = (place // heads).to(tl.int64)
-        q_start, k_start, length_q, length_k = _bounds(
-            cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED
-        )
+        length_q, length_k = _lengths(cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED)
         if PACKED:
             start_m = tile_m * BLOCK_M
             if start_m >= length_q:
                 return
         _tile(
-            tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, o_ptr,
+            tile_m, head, sequence, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr,
             lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, scale, softcap, length_q, length_k, group, d_units,
             dv_units, left, right, stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb,
-            stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, p_descale,
-            stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh, seed_low, seed_high, least_kept,
-            kept_share, PACKED, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, SINKS, LSE, DROPOUT, Q_ORDER, K_ORDER, V_ORDER,
-            BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN, BIAS_ALIGN, D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV, WIDE, QUANTIZED,
-            TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE, BLOCK_D, BLOCK_DV,
-            BLOCK_M, BLOCK_N,
+            stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq,
+            stride_ck, p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh, seed_low,
+            seed_high, least_kept, kept_share, PACKED, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, SINKS, LSE, DROPOUT, Q_ORDER,
+            K_ORDER, V_ORDER, BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN, BIAS_ALIGN, D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV,
+            WIDE, QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE,
+            BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         index = _following(next_ptr, 0, True, XCDS, PERSISTENT)
@@ -486,20 +483,20 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
             tile_m, place = place_of(index, tiles * total, tiles, section, total, XCDS, RIGHT, SECTIONS)
             head = (place % heads).to(tl.int64)
             sequence = (place // heads).to(tl.int64)
-            q_start, k_start, length_q, length_k = _bounds(
+            length_q, length_k = _lengths(
                 cu_q_ptr, cu_k_ptr, sequence, seqlen_q, seqlen_k, stride_cq, stride_ck, PACKED
             )
             if tile_m * BLOCK_M < length_q:
                 _tile(
-                    tile_m, head, sequence, q_start, k_start, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr,
+                    tile_m, head, sequence, q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
                     o_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, scale, softcap, length_q, length_k,
                     group, d_units, dv_units, left, right, stride_qb, stride_qh, stride_qs, stride_qd, stride_kb,
                     stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh,
                     stride_os, stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah,
-                    stride_sink, p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
-                    seed_low, seed_high, least_kept, kept_share, PACKED, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, SINKS,
-                    LSE, DROPOUT, Q_ORDER, K_ORDER, V_ORDER, BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN, BIAS_ALIGN,
-                    D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV, WIDE, QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN,
-                    TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    stride_sink, stride_cq, stride_ck, p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh,
+                    stride_vdb, stride_vdh, seed_low, seed_high, least_kept, kept_share, PACKED, LEFT, RIGHT, SOFTCAP,
+                    BIAS, ALIBI, SINKS, LSE, DROPOUT, Q_ORDER, K_ORDER, V_ORDER, BIAS_ORDER, Q_ALIGN, K_ALIGN, V_ALIGN,
+                    BIAS_ALIGN, D_ALIGN, DV_ALIGN, EVEN_D, EVEN_DV, WIDE, QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST,
+                    PTX, FOREIGN, TIES_UP, Q_DESCALE, K_DESCALE, V_DESCALE, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             index = _following(next_ptr, index, False, XCDS, PERSISTENT)
