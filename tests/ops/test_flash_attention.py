@@ -301,10 +301,13 @@ def test_packed_by_itself(device: str) -> None:
 
 @pytest.mark.parametrize("how", [1, 2], ids=["every nth tile", "the next tile"])
 @pytest.mark.parametrize("key", ["plain", "causal", "window", "everything"])
-def test_programs_that_take_tile_after_tile(key: str, how: int, device: str) -> None:
+def test_programs_that_take_tile_after_tile(key: str, how: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as with one tile a program, with fewer programs than tiles and more."""
     queries, keys = [5, 40, 0, 17], [20, 33, 3, 17]
     (q, k, v), starts = packed(queries, keys, HEADS, 2, 16, torch.bfloat16, device)
+    empty = torch.empty
+    # memory that no program has written shows
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*size, **more).fill_(float("nan")))
     calls = [
         FlashAttentionCall(q, k, v, return_lse=True, **starts, **option(key, max(queries), max(keys), device, 4)),
         FlashAttentionCall(*tensors(2, 75, 75, HEADS, 2, device=device), **option(key, 75, 75, device, 2)),
@@ -316,7 +319,7 @@ def test_programs_that_take_tile_after_tile(key: str, how: int, device: str) -> 
             for one, other in zip(
                 got if call.return_lse else (got,), want if call.return_lse else (want,), strict=True
             ):
-                assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+                assert torch.equal(one, other)
 
 
 def test_starts_of_sequences_may_have_gaps(device: str) -> None:

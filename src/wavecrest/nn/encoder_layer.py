@@ -23,7 +23,7 @@ from wavecrest.nn.multihead_attention import MultiheadAttention
 from wavecrest.nn.precision import in_autocast
 from wavecrest.ops import flash_attention, linear
 
-# devices on which bias, activation and residual are epilogues of GEMMs
+# devices on which bias, activation and a residual without a norm behind it are epilogues of GEMMs
 EPILOGUES = ("cuda",)
 # the modules of the activations that gemm ends in, so that steps see them where a layer has a function
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -68,7 +68,8 @@ class Rows(NamedTuple):
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` by its parts: parameters, state_dict and signature are PyTorch's.
 
-    On a GPU bias, activation and residual are epilogues of GEMMs. On a CPU, where they would be passes of PyTorch's,
+    On a GPU bias and activation are epilogues of GEMMs, and residuals are added in the norms behind them; the last one
+    of a pre-norm layer, which has no norm behind it, in the GEMM. On a CPU, where they would be passes of PyTorch's,
     the modules of the layer are called, so that `choose_linear` can give them a backend. Training runs PyTorch's
     forward.
     """

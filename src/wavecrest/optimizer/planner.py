@@ -20,11 +20,10 @@ from wavecrest.optimizer.steps import Found, Prediction, build
 from wavecrest.optimizer.steps.base import TREE, idle_share
 from wavecrest.optimizer.steps.environment import seconds_of_pairs
 from wavecrest.optimizer.steps.join_ties import can_join
+from wavecrest.optimizer.steps.replace_norm import own_norms
 from wavecrest.profile.causes import HOST_BOUND
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Step
     from wavecrest.records import Cause, StepOutcome
@@ -258,7 +257,7 @@ class Planner:
             return compiled or (self._is_uncapturable and self._compiles(step))
         if rows[index].verdict not in ("reverted", "tie") or step.level == 1 or step.phase == "weights":
             return False
-        if step.id in self._joined:
+        if step.id in self.run.ledger.applied.joined:
             return False
         # a compile mode that lost to the one in force lost to it already
         rivals = any(step.excludes(item.step) for item in self.run.ledger.applied.steps)
@@ -324,16 +323,10 @@ class Planner:
             (name, row.ratio)
             for name, row in last.items()
             if name in steps and row.verdict == "tie" and row.ratio is not None and row.ratio > 1
-            if name not in self._joined
+            if name not in self.run.ledger.applied.joined
             if not any(steps[name].excludes(item.step) for item in self.run.ledger.applied.steps)
         ]
         return tuple(sorted(found, key=lambda one: -one[1]))
-
-    @property
-    def _joined(self) -> set[str]:
-        """Steps that are in force as parts of a joined one."""
-        joins = [item for item in self.run.ledger.applied.steps if item.step.joins]
-        return {row["id"] for item in joins for row in item.params["steps"]}
 
     def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.
@@ -361,7 +354,7 @@ class Planner:
         context.uncapturable = self._is_uncapturable
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
-            context.own_layer_norms, run.costs.own_norms = _own_norms(context.model)
+            context.own_layer_norms, run.costs.own_norms = own_norms(context.model)
             for step in changed:
                 look = known[step.id]
                 if look is None or step.id in moved:
@@ -549,15 +542,6 @@ class Planner:
             chosen = max(worth, key=lambda one: one.rate)
         chosen.why = _why(chosen, len(able))
         return chosen
-
-
-def _own_norms(model: nn.Module) -> tuple[bool, bool]:
-    """Whether layer norms, and whether norms of any kind, are modules of wavecrest."""
-    from wavecrest.nn import GemmaRMSNorm, LayerNorm, RMSNorm
-
-    kinds = {type(module) for module in model.modules()}
-    layer = any(issubclass(kind, LayerNorm) for kind in kinds)
-    return layer, layer or any(issubclass(kind, (RMSNorm, GemmaRMSNorm)) for kind in kinds)
 
 
 def densest_together(items: Sequence[tuple[float, float]], seconds: float) -> list[int]:

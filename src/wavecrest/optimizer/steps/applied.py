@@ -49,6 +49,11 @@ class AppliedSteps:
         """Whether the model is compiled: by a step, or by a capture that compiles what it records."""
         return any(item.step.phase == "compile" or bool(item.params.get("compile")) for item in self.steps)
 
+    @property
+    def joined(self) -> set[str]:
+        """The ids of steps that are in force as parts of a joined one."""
+        return {row["id"] for item in self.steps if item.step.joins for row in item.params["steps"]}
+
     def ordered(self) -> list[AppliedStep]:
         """The order of assembly: by phase, and inside a phase in the order kept."""
         return sorted(self.steps, key=lambda item: PHASES.index(item.step.phase))

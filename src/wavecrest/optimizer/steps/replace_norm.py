@@ -84,6 +84,15 @@ class ReplaceNorm(Step):
         return model
 
 
+def own_norms(model: nn.Module) -> tuple[bool, bool]:
+    """Whether layer norms, and whether norms of any kind, are modules of wavecrest."""
+    from wavecrest.nn import GemmaRMSNorm, LayerNorm, RMSNorm
+
+    kinds = {type(module) for module in model.modules()}
+    layer = any(issubclass(kind, LayerNorm) for kind in kinds)
+    return layer, layer or any(issubclass(kind, (RMSNorm, GemmaRMSNorm)) for kind in kinds)
+
+
 def _composed(bucket: BucketProfile) -> tuple[float, int]:
     """The share of device time of norms that are made of elementwise operations, and how many of them a call has."""
     calls = sum(op.calls for op in bucket.ops if op.name == "aten::rsqrt")
