@@ -1,6 +1,7 @@
 """A model of the zoo with its linear layers in 8 and 4 bits, each optimized, beside the optimized model itself.
 
     python -m benchmarks.quantized [--model NAME] [--formats int8 fp8 int4] [--budget 40] [--out FILE.jsonl.gz]
+                                   [--no-original]
 
 All variants share the weights that are not quantized, and take turns in one process. `wavecrest.optimize` is held to
 the answers of the quantized model; how far these are from the original's is in `error`. A bound is the time of reading
@@ -62,6 +63,8 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
         row |= {"layers": len(quantized.formats), "quantize_s": round(time.perf_counter() - begin, 1)}
     workload = finish(model)
     begin = time.perf_counter()
+    if not form and options.no_original:
+        return workload, model, row
     done = api.run(workload, Options(budget=options.budget, skip=("environment",)))
     row |= {
         "optimize_s": round(time.perf_counter() - begin, 1), "kept": done.plan.stack,
@@ -82,6 +85,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", choices=tuple(SCHEMES), default=["int8", "fp8", "int4"])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each wavecrest.optimize (default 40)")
+    parser.add_argument(
+        "--no-original", action="store_true", help="of the model as it is, take the answers alone: no optimize, no time"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model for tests")
     parser.add_argument("--device", help="torch device name")
     parser.add_argument("--out", type=Path, help="write the result to this file")
@@ -101,7 +107,8 @@ def main() -> int:
         after = numerics.compare(workload.run(bucket, model), answer)
         row |= {"error": found.relative, "optimized_error": after.relative}
         row |= {"finite": found.nonfinite_match and after.nonfinite_match}
-        calls[row["variant"]], rows[row["variant"]] = Call(workload, bucket, model), row
+        if form or not options.no_original:
+            calls[row["variant"]], rows[row["variant"]] = Call(workload, bucket, model), row
         sys.stdout.write(f"{row}\n")
     dtype = str(next(base.parameters()).dtype).removeprefix("torch.")
     bandwidth = measure_ceilings(device.torch_name, dtype).bandwidth

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import wavecrest
 from wavecrest import hardware
 from wavecrest.measure.workload import from_example
 from wavecrest.nn.fused_weights import FusedSlice
+from wavecrest.ops import PackedWeight, pack
 from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, StepContext, build, step_by_id, structural_copy
 from wavecrest.records import BucketProfile, CategoryTime, Ceilings
 
@@ -311,6 +313,51 @@ def test_gate_up_of_a_transformers_mlp() -> None:
         torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     # nothing of the original moved
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "mxfp4", "fp8"])
+def test_packed_layers_are_one(format: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    model = wavecrest.quantize(transformers.LlamaForCausalLM(config).eval(), format).model
+    ids = torch.randint(0, 64, (2, 3))
+    context = StepContext(from_example(model, {"input_ids": ids}), hardware.cpu(), model=structural_copy(model))
+    applied = AppliedSteps()
+    for name in ("fuse_qkv", "fuse_gate_up"):
+        found = step_by_id(name).find(context)
+        assert len(found.sites) == 2, found.note
+        applied = applied.plus(step_by_id(name), found.params)
+    # in one kernel gate, up and the activation between them
+    applied = applied.plus(step_by_id("replace_activation"), {"sites": [f"model.layers.{i}.mlp" for i in (0, 1)]})
+    made = build(model, applied)
+    before, after = model.model.layers[0], made.model.layers[0]
+    fused = after.self_attn.q_proj.fused.weight
+    assert isinstance(fused, PackedWeight) and fused.format == format and len(fused) == 256
+    assert type(before.self_attn.q_proj) is wavecrest.nn.Linear
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+        # one after the other, and a slice alone
+        x = torch.randn(3, 128)
+        torch.testing.assert_close(after.self_attn.k_proj(x), before.self_attn.k_proj(x), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_layers_of_other_formats_are_not_one() -> None:
+    def found_with(q: PackedWeight, k: PackedWeight, act: str | None = None) -> Found:
+        model = nn.Sequential(Attention(bias=False))
+        model[0].q_proj = wavecrest.nn.Linear.from_weight(q, None, act)
+        model[0].k_proj = wavecrest.nn.Linear.from_weight(k)
+        model[0].v_proj = wavecrest.nn.Linear.from_weight(pack(torch.randn(16, 32), "int8"))
+        return find(model)
+
+    wide, narrow = torch.randn(64, 32), torch.randn(16, 32)
+    assert len(found_with(pack(wide, "int8"), pack(narrow, "int8")).sites) == 1
+    for q, k in ((pack(wide, "int8"), pack(narrow, "fp8")), (pack(wide, "fp8"), pack(narrow, "int8"))):
+        refused = found_with(q, k)
+        assert not refused.sites and "the layers differ in input width, dtype or format" in refused.note
+    assert "not a plain Linear" in found_with(pack(wide, "int8"), pack(narrow, "int8"), "silu").note
 
 
 def test_steps_of_one_look_share_a_forward() -> None:

@@ -640,6 +640,37 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# formats, and the rows that a scale or a tile of each joins
+CUT: list[tuple[str, dict[str, Any], int]] = [
+    ("plain", {}, 1), ("int8", {}, 1), ("int8", {"group": 64}, 1), ("int4", {"group": 64}, 1), ("mxfp4", {}, 1),
+    ("int4", {"group": 32, "symmetric": False}, 1), ("fp8", {}, 1), ("fp8_block", {}, 128), ("shuffled", {}, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "options", "unit"), CUT)
+def test_rows_are_cut_and_joined(format: str, options: dict[str, Any], unit: int) -> None:
+    parts = [pack(weight(rows * unit, 192), format, **options) for rows in (3, 2, 1)]
+    whole = torch.cat(parts)
+    assert torch.equal(whole.unpack(), torch.cat([part.unpack() for part in parts]))
+    for start, part in zip((0, 3, 5), parts, strict=True):
+        cut = whole[start * unit : start * unit + len(part)]
+        assert_same(cut, part)
+        # a view
+        assert cut.stored.untyped_storage().data_ptr() == whole.stored.untyped_storage().data_ptr()
+    for refused in (
+        lambda: whole[:, :64], lambda: whole[::2], lambda: whole[0:0], lambda: torch.cat(parts, 1),
+        lambda: torch.cat([parts[0], parts[1].unpack()]), lambda: torch.cat([parts[0].unpack(), parts[1]]),
+        lambda: torch.cat([parts[0], pack(weight(unit, 192), "plain" if format != "plain" else "int8")]),
+    ):  # fmt: skip
+        with pytest.raises(Unsupported, match=r"does not take a packed weight"):
+            refused()
+    if unit > 1:
+        with pytest.raises(Unsupported):
+            whole[1:]
+        with pytest.raises(Unsupported):
+            torch.cat([pack(weight(200, 192), "fp8_block"), parts[0]]) if unit == 128 else whole[: unit + 1]
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("make", ["plain", "int8", "int4"])

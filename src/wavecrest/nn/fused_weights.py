@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Layer = nn.Linear | nn.Conv2d
+from wavecrest.nn.functional import linear
+from wavecrest.nn.linear import Linear
+from wavecrest.ops import PackedWeight
+
+Layer = nn.Linear | nn.Conv2d | Linear
+
+
+def can_join(module: nn.Module) -> bool:
+    """True for a plain nn.Linear or Conv2d, and for wavecrest's Linear of a packed weight alone."""
+    if type(module) is Linear:
+        return isinstance(module.weight, PackedWeight) and module.activation is None and module.tail is None
+    return type(module) in (nn.Linear, nn.Conv2d)
 
 
 class FusedWeights(nn.Module):
@@ -28,8 +39,11 @@ class FusedWeights(nn.Module):
         )
         if any(layer.bias is not None for layer in layers):
             # zeros of a bias that is not there
+            dtype, device = first.weight.dtype, first.weight.device
             parts = [
-                layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach()
+                torch.zeros(len(layer.weight), dtype=dtype, device=device)
+                if layer.bias is None
+                else layer.bias.detach()
                 for layer in layers
             ]
             learns = any(layer.bias is not None and layer.bias.requires_grad for layer in layers)
@@ -37,7 +51,9 @@ class FusedWeights(nn.Module):
         else:
             self.register_parameter("bias", None)
         # the function that computes the wide result: (x, weight, bias) -> [..., N], of a convolution [B, N, …]
-        self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+            linear if isinstance(first, Linear) else F.linear
+        )
         if isinstance(first, nn.Conv2d):
             self.product_of = partial(
                 F.conv2d, stride=first.stride, padding=first.padding, dilation=first.dilation, groups=first.groups
@@ -63,6 +79,11 @@ class FusedSlice(nn.Module):
     def is_linear(self) -> bool:
         """Whether it stands for a Linear layer."""
         return self.fused.dim == -1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its weight is packed, so that it is on wavecrest's GEMM already."""
+        return isinstance(self.fused.weight, PackedWeight)
 
     @property
     def weight(self) -> Tensor:

@@ -46,6 +46,8 @@ MX_GROUP, E2M1_EXPONENT, E8M0_BIAS = 32, 2, 127
 FLOAT32_MANTISSA = 23
 # rows and columns of a tile of the shuffled layout, and the bytes of a run along K within it
 TILE_ROWS, TILE_COLUMNS, RUN_BYTES = 16, 32, 16
+# rows that a scale or a tile joins, where it is not one: a weight is cut and joined at multiples of them
+ROWS_TOGETHER = {"fp8_block": BLOCK, "shuffled": TILE_ROWS}
 
 
 def named(value: Any) -> str:

@@ -162,7 +162,8 @@ class PackedWeight(Tensor):
         if func in _COMPOSITE:
             return func.decompose(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        if handler is None or not isinstance(args[0], PackedWeight):
+        given = args[0] if func is _aten.cat.default else args[:1]
+        if handler is None or not all(isinstance(one, PackedWeight) for one in given):
             raise _refusal(func, args, kwargs)
         out = handler(func, *args, **kwargs)
         return return_and_correct_aliasing(func, args, kwargs, out)  # type: ignore[no-untyped-call]
@@ -517,6 +518,53 @@ def _same_view(func: Any, weight: PackedWeight, *args: Any) -> PackedWeight:
     return weight._map(_aten.alias.default)
 
 
+def _rows(
+    func: Any, weight: PackedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> PackedWeight:
+    """`weight[start:end]`, a view, where no scale and no tile has rows on both sides of a cut."""
+    begin, stop, _ = slice(start, end).indices(len(weight))
+    unit = _packed.ROWS_TOGETHER.get(weight.format, 1)
+    if dim != 0 or step != 1 or stop <= begin or begin % unit or (stop % unit and stop != len(weight)):
+        raise _refusal(func, (weight,), {})
+
+    def cut(part: Tensor) -> Tensor:
+        # a scale of fp8_block is that of 128 rows
+        rows = 1 if len(part) == len(weight) else unit
+        return func(part, 0, begin // rows, -(-stop // rows))  # type: ignore[no-any-return]
+
+    scale, zero = (None if part is None else cut(part) for part in (weight.scale, weight.zero))
+    shape = (stop - begin, weight.shape[1])
+    return _build(weight.format, cut(weight.stored), scale, zero, weight.group, shape, weight.dtype)
+
+
+def _cat(func: Any, weights: Sequence[PackedWeight], dim: int = 0) -> PackedWeight:
+    """Weights of one format, rows after rows; as with `_rows`, all but the last must end with a scale and a tile."""
+    first = weights[0]
+    unit = _packed.ROWS_TOGETHER.get(first.format, 1)
+    if dim != 0 or any(len(one) % unit for one in weights[:-1]) or any(_of(one) != _of(first) for one in weights):
+        raise _refusal(func, tuple(weights), {})
+
+    def joined(parts: list[Tensor | None]) -> Tensor | None:
+        given = [part for part in parts if part is not None]
+        return func(given) if given else None
+
+    stored, scale, zero = (
+        joined([one.stored for one in weights]), joined([one.scale for one in weights]),
+        joined([one.zero for one in weights]),
+    )  # fmt: skip
+    assert stored is not None
+    shape = (sum(len(one) for one in weights), first.shape[1])
+    return _build(first.format, stored, scale, zero, first.group, shape, first.dtype)
+
+
+def _of(weight: PackedWeight) -> tuple[Any, ...]:
+    """What weights have in common that can be one."""
+    return (
+        weight.format, weight.group, weight.shape[1], weight.dtype, weight.stored.dtype, weight.scale is None,
+        weight.zero is None, weight.device,
+    )  # fmt: skip
+
+
 def _convert(func: Any, weight: PackedWeight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> PackedWeight:
     """A copy on another device or with another dtype; quantized values, scales and zero points keep theirs."""
     dtype = dtype or weight.dtype
@@ -547,10 +595,12 @@ def _copy(func: Any, weight: PackedWeight, source: Any, non_blocking: bool = Fal
 _HANDLERS: dict[Any, Callable[..., PackedWeight]] = {
     _aten.alias.default: _keep,
     _aten.as_strided.default: _same_view,
+    _aten.cat.default: _cat,
     _aten.clone.default: _keep,
     _aten.copy_.default: _copy,
     _aten.detach.default: _keep,
     _aten.empty_like.default: _convert,
+    _aten.slice.Tensor: _rows,
     _aten._to_copy.default: _convert,
     _aten.view.default: _same_view,
 }

@@ -297,5 +297,5 @@ def _is_layer(module: nn.Module) -> bool:
         type(module) is nn.Linear
         or (type(module) is Linear and not isinstance(module.weight, PackedWeight) and module.tail is None)
         or is_conv1d(module)
-        or (isinstance(module, FusedSlice) and module.first and module.is_linear)
+        or (isinstance(module, FusedSlice) and module.first and module.is_linear and not module.is_packed)
     )

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
-from wavecrest.nn.fused_weights import FusedSlice, FusedWeights, Layer
+from wavecrest.nn.fused_weights import FusedSlice, FusedWeights, Layer, can_join
+from wavecrest.nn.linear import Linear
+from wavecrest.ops import PackedWeight
+from wavecrest.ops.packed.formats import ROWS_TOGETHER
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
 from wavecrest.optimizer.steps.params import Groups
 
@@ -53,7 +56,7 @@ class _Call(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The calls of each plain Linear and Conv2d layer in one forward, and the layers in the order of calls."""
+    """The calls of each layer that can be joined in one forward, and the layers in the order of calls."""
 
     calls: dict[str, list[_Call]]
     order: list[str]
@@ -64,14 +67,14 @@ def same_input_groups(model: nn.Module, names: tuple[tuple[str, ...], ...], watc
     groups: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         for family in names:
-            if all(isinstance(getattr(module, name, None), nn.Linear) for name in family):
+            if all(isinstance(getattr(module, name, None), nn.Linear | Linear) for name in family):
                 groups.append(tuple(f"{path}.{name}" if path else name for name in family))
     # no forward where no names fit
     return _fitting(model, groups, watched()) if groups else Grouped([], [], [])
 
 
 def groups_by_flow(model: nn.Module, watched: Watched) -> Grouped:
-    """Groups of plain Linear or Conv2d layers that a forward calls once each, one after the other, with one tensor."""
+    """Groups of Linear or Conv2d layers that a forward calls once each, one after the other, with one tensor."""
     groups: list[list[str]] = []
     # by input, its version and what the layers must agree in: the group, and the place of its last call
     open_groups: dict[tuple[Any, ...], tuple[list[str], int]] = {}
@@ -91,6 +94,10 @@ def groups_by_flow(model: nn.Module, watched: Watched) -> Grouped:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     """The properties that layers of one group have in common."""
+    weight = layer.weight
+    if isinstance(weight, PackedWeight):
+        parts = (weight.format, weight.group, weight.stored.dtype, weight.zero is None)
+        return (Linear, layer.in_features, weight.dtype, *parts)
     if isinstance(layer, nn.Linear):
         return (nn.Linear, layer.in_features, layer.weight.dtype)
     options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
@@ -104,7 +111,7 @@ def watch_layers(model: nn.Module, inputs: Inputs) -> Watched:
     numbers: dict[int, tuple[int, Tensor]] = {}
     handles = []
     for path, layer in model.named_modules():
-        if type(layer) not in (nn.Linear, nn.Conv2d):
+        if not can_join(layer):
             continue
 
         def watch(_module: nn.Module, args: tuple[Any, ...], name: str = path) -> None:
@@ -166,7 +173,10 @@ def _differences(layers: Sequence[Layer]) -> str:
     if isinstance(first, nn.Conv2d) and (first.groups != 1 or first.padding_mode != "zeros"):
         return "a convolution in groups, or with another padding than zeros"
     if any(_kind(layer) != _kind(first) for layer in layers):
-        return "the layers differ in input width or dtype"
+        return "the layers differ in input width, dtype or format"
+    unit = ROWS_TOGETHER.get(first.weight.format, 1) if isinstance(first.weight, PackedWeight) else 1
+    if any(len(layer.weight) % unit for layer in layers[:-1]):
+        return f"{unit} rows of the weights have one scale, which another layer's rows would share"
     return ""
 
 
@@ -231,7 +241,8 @@ class FuseLinears(Step):
 
         def least_ms(*joined: Layer) -> float:
             outputs, elements = sum(len(one.weight) for one in joined), sum(one.weight.numel() for one in joined)
-            moved = (rows * (first.shape[1] + outputs) + elements) * first.element_size()
+            stored = sum(_bytes(one.weight) for one in joined)
+            moved = rows * (first.shape[1] + outputs) * first.element_size() + stored
             return max(moved / ceilings.bandwidth / 1e6, 2 * rows * elements / peak / 1e9)
 
         return sum(least_ms(layer) for layer in layers) - least_ms(*layers)
@@ -252,10 +263,14 @@ class FuseLinears(Step):
         return model
 
 
+def _bytes(weight: Tensor) -> int:
+    return weight.bytes_ if isinstance(weight, PackedWeight) else weight.nbytes
+
+
 def _layer(model: nn.Module, path: str) -> Layer:
     module = model.get_submodule(path)
-    if type(module) not in (nn.Linear, nn.Conv2d):
-        raise StepRefused(f"{path} is a {type(module).__name__}, not a plain Linear or Conv2d")
+    if not can_join(module):
+        raise StepRefused(f"{path} is a {type(module).__name__}, not a plain Linear or Conv2d, nor a packed Linear")
     return module  # type: ignore[return-value]
 
 

@@ -31,7 +31,7 @@ def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
     found: dict[str, list[Decision]] = {}
     handles = []
     for path, module in model.named_modules():
-        slices = isinstance(module, FusedSlice) and module.first and module.is_linear
+        slices = isinstance(module, FusedSlice) and module.first and module.is_linear and not module.is_packed
         turned = is_conv1d(module)
         if type(module) is not nn.Linear and not turned and not slices:
             continue
