@@ -100,6 +100,16 @@ class Pointer:
     def __init__(self, x: Tensor, at: Any = 0) -> None:
         self._x, self._at = x, at
 
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self._x.dtype)
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        """The same address, of elements of another type."""
+        begin = self._x.storage_offset() * self._x.itemsize
+        words = torch.empty(0, dtype=dtype).set_(self._x.untyped_storage(), begin // dtype.itemsize, (1,), (1,))
+        return Pointer(words, self._at)
+
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self._x, self._at + offset)
 
@@ -282,7 +292,11 @@ class Kernels:
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout, BlockedLayout=layout,
             arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load, store=Pointer.store,
-            expand_dims=Tensor.unsqueeze,
+            expand_dims=Tensor.unsqueeze, DotOperandLayout=layout, DistributedLinearLayout=layout, int32=torch.int32,
+            float16=torch.float16, bfloat16=torch.bfloat16, pointer_type=lambda dtype: dtype,
+            join=lambda a, b: torch.stack((a, b), -1), reshape=Tensor.reshape, permute=Tensor.permute,
+            sum=lambda x, axis: x.sum(axis),
+            inline_asm_elementwise=lambda text, _constraints, args, _types, **_how: text(*args),
         )  # fmt: skip
         hopper = SimpleNamespace(
             mbarrier=barrier, fence_async_shared=layout, warpgroup_mma=_multiply, warpgroup_mma_wait=_multiplied,

@@ -14,6 +14,7 @@ import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
+import wavecrest.ops._gemm.launch_hopper_words as _words
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
@@ -103,6 +104,10 @@ def _refuse_blocks(call: GemmCall) -> str | None:
     return _refuse(call) or _blocks.refusal(call)
 
 
+def _refuse_words(call: GemmCall) -> str | None:
+    return _refuse(call) or _words.refusal(call)
+
+
 def _refuse_cdna(call: GemmCall) -> str | None:
     return _refuse(call) or (TAILED if call.tail is not None else _cdna.refusal(call))
 
@@ -141,7 +146,7 @@ def is_one_operation(backend: str, call: GemmCall) -> bool:
 
     So a caller who names the backend makes an operation that names it too.
     """
-    if backend in ("triton_hopper", EPILOGUE, _blocks.NAME):
+    if backend in ("triton_hopper", EPILOGUE, _blocks.NAME, _words.NAME):
         return True
     planner = _PLANNERS.get(backend)
     return planner is not None and _reads_addresses(planner, call, op.config_of(backend, op.key(call)))
@@ -180,6 +185,15 @@ def _bind_blocks(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]
 def _run_blocks(call: GemmCall, config: Config) -> Tensor:
     """As `_run_hopper`."""
     return _in_graph(call) if torch.compiler.is_compiling() else _bind_blocks(call, config)(call)
+
+
+def _bind_words(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
+    return _words.bind(call, config, _portable(call))
+
+
+def _run_words(call: GemmCall, config: Config) -> Tensor:
+    """As `_run_hopper`, since a launch looks at addresses."""
+    return _in_graph(call) if torch.compiler.is_compiling() else _bind_words(call, config)(call)
 
 
 def _bind_cdna(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
@@ -241,6 +255,16 @@ op.attach_kernel(
     opt_in=_opt_in_blocks,
     priority=BLOCKS_PRIORITY,
     default_config=partial(default_config, _config.hopper_blocks_of),
+)
+op.attach_kernel(
+    _words.NAME,
+    _bind_words,
+    run=_run_words,
+    refuse=_refuse_words,
+    opt_in=_opt_in,
+    priority=BLOCKS_PRIORITY,
+    default_config=partial(default_config, _config.hopper_words_of),
+    optional=("EARLY",),
 )
 op.attach_kernel(
     "triton_cdna",

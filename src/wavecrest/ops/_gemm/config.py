@@ -238,6 +238,17 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
     return hopper_blocks(halves=halves, group=16)
 
 
+def hopper_words(columns: int = 16, warps: int = 8, ahead: int = 2, early: int = 0) -> Config:
+    """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time."""
+    return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1)
+
+
+def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
+    """The one for a call: fewer warps where programs alone fill the units."""
+    tiles = _layout.ceil_div(shape.columns // (2 if shape.gated else 1), 16)
+    return hopper_words(warps=4 if tiles >= 6 * _units(arch) else 8)
+
+
 def _few_rows(shape: Shape, units: int, steps: int, halves: int) -> Config:
     """For up to 128 rows.
 

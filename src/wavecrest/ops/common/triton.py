@@ -108,7 +108,12 @@ load_tile: Any = None
 store_tile: Any = None
 # all warps of a group come to one place
 thread_barrier: Any = None
+# a product on matrix instructions of a warp
+mma: Any = None
 if no_gluon is None:
+    from triton.experimental.gluon.language.nvidia import ampere
+
+    mma = ampere.mma_v2
     load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
     store_tile = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
     thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier

@@ -35,6 +35,8 @@ def studies() -> dict[str, Study[GemmCall]]:
     kernels["triton_hopper_blocks"] = KernelStudy(
         space.blocks_space, space.blocks_launches, partial(work.work, "triton_hopper_blocks")
     )
+    # no model of its work yet: all of its few configurations are tried
+    kernels["triton_hopper_words"] = KernelStudy(space.words_space, space.words_launches)
     kernels["triton_cdna"] = KernelStudy(space.cdna_space, space.cdna_launches, partial(work.work, "triton_cdna"))
     study = Study(
         inputs=cases.inputs,

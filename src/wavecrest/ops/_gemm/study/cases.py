@@ -16,6 +16,7 @@ import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
+import wavecrest.ops._gemm.launch_hopper_words as _words
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Cost
@@ -141,7 +142,7 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
             cases[name] = _hopper.launch(what, y, _config.hopper(), arch)
             name = name.replace("hopper", "hopper epilogue")
             cases[name] = _hopper.launch_epilogue(what, y, _config.hopper_epilogue(), arch)
-        cases |= _block_cases(f8, arch)
+        cases |= _block_cases(f8, arch) | _words_cases(arch)
     if arch.name in _cdna.FLOAT8 and config is None:
         own = {
             "cdna fp8": _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()),
@@ -187,6 +188,33 @@ def _block_cases(f8: torch.dtype, arch: Arch) -> dict[str, _launcher.Launch]:
         y = what.a.new_empty(what.shape, dtype=what.dtype)
         sums = y if parts is None else y.new_empty(parts, dtype=torch.float32)
         cases[name] = _blocks.launches(what, y, sums, chosen, arch)[0]
+    return cases
+
+
+def _words_cases(arch: Arch) -> dict[str, _launcher.Launch]:
+    """`triton_hopper_words`: both widths of weights, gate and up, and all that may follow a sum."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+
+    def int4(M: int, N: int, dtype: torch.dtype, **more: Any) -> GemmCall:
+        b = torch.empty(N, 2048, dtype=torch.uint8, device="meta").mT
+        a = torch.empty(M, 4096, dtype=dtype, device="meta")
+        return GemmCall(a, b, scale_b=_scale(N, 32).mT, form="int4", group=128, **more)
+
+    residual = torch.empty(8, 4096, dtype=fp16, device="meta")
+    bias = torch.empty(4096, dtype=fp16, device="meta")
+    own = {
+        "hopper words int4": int4(1, 6144, bf16),
+        "hopper words int4 silu_and_mul": int4(1, 28672, bf16, activation="silu_and_mul"),
+        "hopper words rows=8 int4 fp16 bias residual": int4(8, 4096, fp16, bias=bias, residual=residual),
+        "hopper words int8": _empty(1, 6144, 4096, bf16, torch.int8, scale_b=_scale(6144)),
+        "hopper words rows=8 int8 fp16 bias residual": _empty(
+            8, 4096, 4096, fp16, torch.int8, scale_b=_scale(4096), bias=bias, residual=residual
+        ),
+    }
+    cases = {}
+    for name, what in own.items():
+        chosen = _config.hopper_words_of(shape_of(key_of(what)), arch)
+        cases[name] = _words.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), chosen, arch)
     return cases
 
 

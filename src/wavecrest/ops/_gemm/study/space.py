@@ -18,6 +18,7 @@ import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops._gemm.launch_hopper_blocks as _blocks
+import wavecrest.ops._gemm.launch_hopper_words as _words
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
@@ -34,6 +35,8 @@ from wavecrest.ops._gemm.config import (
     hopper_blocks,
     hopper_blocks_of,
     hopper_epilogue,
+    hopper_words,
+    hopper_words_of,
     in_one_loop,
 )  # fmt: skip
 from wavecrest.ops._gemm.key import shape_of
@@ -404,6 +407,19 @@ def blocks_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     y = torch.empty(call.shape, dtype=call.dtype, device="meta")
     parts = _blocks.parts(call, config)
     return _blocks.launches(call, y, y if parts is None else y.new_empty(parts, dtype=torch.float32), config, arch)
+
+
+def words_space(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of `triton_hopper_words` worth trying for a key, the default first."""
+    tried = (hopper_words(*row) for row in _spaces.rows("gemm")["hopper"]["words"])
+    yield from dict.fromkeys((hopper_words_of(shape_of(key), arch), *tried))
+
+
+def words_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launch of a call on `triton_hopper_words`; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
+        return []
+    return [_words.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
 
 
 def cdna_space(key: Key, arch: Arch) -> Iterator[Config]:

@@ -1,0 +1,126 @@
+"""The launch of the kernel for sm_90 of few rows and packed weights (`kernel_hopper_words.py`), and its refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops.common.hopper as _hopper
+import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.layout as _layout
+import wavecrest.ops.common.pdl as _pdl
+import wavecrest.ops.common.target as _target
+from wavecrest.dispatch.tuned import Config
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.ops._gemm.call import GemmCall, kinds
+from wavecrest.ops._gemm.kernel_hopper_words import _hopper_words_kernel
+
+NAME = "triton_hopper_words"
+WALKS = "reads a, b and the scales of a row along K, where rows of a and b are at multiples of 16 bytes and not at a stride of 0"
+# rows of a, and columns of K of a step of a warp, of which 4-bit values have one scale
+ROWS, BLOCK = 8, 128
+
+
+def refusal(call: GemmCall) -> str | None:
+    """The reason why the kernel cannot run a call that the kernels over tiles take."""
+    reason = _hopper.refusal(in_graphs=True)
+    if reason is not None:
+        return reason
+    if call.M > ROWS:
+        # without the number, as in `launch_gemv.refusal`
+        return f"is for up to {ROWS} rows"
+    int4 = call.form == "int4" and call.group == BLOCK and call.zero is None
+    int8 = call.form == "plain" and call.b.dtype == torch.int8 and kinds(call)[1] == "vector"
+    if (
+        call.a.dtype not in (torch.bfloat16, torch.float16)
+        or not (int4 or int8)
+        or kinds(call)[0] not in ("none", "norm")
+    ):
+        return f"multiplies 16-bit floats by int4 in groups of {BLOCK} without zero points, or int8 with scales of rows"
+    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return "returns bfloat16, float16 and float32"
+    for name, asked in (
+        ("batch", not call.flat),
+        ("norm", call.norm_weight is not None),
+        ("tail", call.tail is not None),
+        ("bias of a row", call.bias is not None and call.bias_along != "n"),
+    ):
+        if asked:
+            return f"takes no {name}"
+    if call.K % BLOCK != 0:
+        return f"takes a K in multiples of {BLOCK}"
+    return None if _walks(call) else WALKS
+
+
+def _walks(call: GemmCall) -> bool:
+    """True if rows are contiguous, as the kernel reads them, except for the addresses where they begin."""
+    if _launch.orders(call) != (1, 1) or _launch.leading(call) > 1:
+        return False
+    if call.form == "int4" and _launch.epilogue_of(call)[0][3] not in (0, 1):
+        return False
+    strides = (_launch.row_stride(call) * call.a.itemsize, call.b.stride(-1) * call.b.itemsize)
+    return all(one > 0 and one % 16 == 0 for one in strides)
+
+
+def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
+    """The kernel for a checked call that `refusal` says nothing against, and its result.
+
+    Raises:
+        InvalidArgument: there is no such tile.
+    """
+    for name, known in (("BLOCK_N", (16, 32)), ("num_warps", (4, 8, 16)), ("AHEAD", (1, 2, 4))):
+        if config[name] not in known:
+            raise InvalidArgument(f"gemm: {name} is {', '.join(map(str, known))} here, not {config[name]}")
+    (_, _, sbn, _, bias_stride, _, srm, srn, alpha, slope), epilogue = _launch.epilogue_of(call)
+    bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
+    early, options = _pdl.start_of(config, arch)
+    blocks = call.K // BLOCK
+    return _launcher.Launch(
+        _hopper_words_kernel,
+        (_layout.ceil_div(call.N, config["BLOCK_N"]),),
+        (
+            call.a, call.b, y, bias, residual, scale_b, call.M, call.N, blocks,
+            _layout.ceil_div(blocks, config["AHEAD"] * config["num_warps"]),
+            _launch.row_stride(call) * call.a.itemsize // 16, call.b.stride(-1) * call.b.itemsize // 16,
+            sbn, bias_stride, srm, srn, alpha, slope,
+        ),
+        {
+            **{name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED", "RESIDUAL")},
+            "INT4": call.form == "int4", "PDL": _pdl.overlaps(arch), "EARLY": early,
+        },
+        options,
+    )  # fmt: skip
+
+
+def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor]) -> Callable[[GemmCall], Tensor]:
+    """The function for all calls with the signature of this one.
+
+    `portable`: the other kernel's, for calls whose tensors do not begin at multiples of 16 bytes.
+    """
+    if math.prod(call.shape) == 0 or call.K == 0:
+        return portable
+    if not _walks(call):
+        _launcher.replaced("gemm", WALKS, NAME)
+        return portable
+    arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
+    start: Callable[..., Any] | None = None
+
+    def run(call: GemmCall) -> Tensor:
+        nonlocal start
+        addresses = call.a.data_ptr() | call.b.data_ptr()
+        if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, NAME):
+            return portable(call)
+        y = torch.empty(shape, dtype=dtype, device=device)
+        bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
+        if start is None:
+            start = _launcher.starter(launch(call, y, config, arch), device)
+        start(call.a, call.b, y, bias, residual, scale_b)
+        return y
+
+    return run

@@ -1,0 +1,271 @@
+"""The GEMM for sm_90 of few rows and packed weights: values, refusals, and the kernel's own text run on a CPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import gluon
+from tests.ops.gemm_harness import BF16, F16, F32, Watch, assert_right, random, watched
+from tests.ops.hopper_harness import activate_on_cpu, gemm_on_sm_90
+from tests.ops.op_harness import same_bits, shape_id
+from wavecrest.dispatch.op import AnyOp
+from wavecrest.dispatch.tuned import Config
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops import pack
+from wavecrest.ops._gemm import config as configs
+from wavecrest.ops._gemm import kernel_hopper_words, launch_hopper_words
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
+from wavecrest.ops._gemm.key import key_of, shape_of
+from wavecrest.ops._gemm.reference import values_of_b
+from wavecrest.ops._gemm.study import space
+from wavecrest.ops.common.activation import ACTIVATIONS
+
+SM_90 = ARCHS["sm_90"]
+WORDS = launch_hopper_words.NAME
+FORMATS = ("int4", "int8")
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return watched(monkeypatch)
+
+
+@pytest.fixture
+def hopper() -> AnyOp:
+    return gemm_on_sm_90()
+
+
+def packed(
+    M: int, N: int, K: int, format: str, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any
+) -> GemmCall:
+    """a [M, K] and a packed weight, of 2N rows where the activation is gated: results of about 1."""
+    rows = 2 * N if more.get("activation") in GATED else N
+    # rows of sizes up to eight times apart, so that a scale of another row or group is far off
+    sizes = 2.0 ** (torch.arange(rows, device=device) % 4)[:, None] * 2.0 ** (torch.arange(K, device=device) // 128 % 3)
+    weight = random(rows, K, device=device, seed=1) * sizes * max(1, K) ** -0.5 / 8
+    options = {"group": 128} if format == "int4" else {}
+    return linear_call(random(M, K, dtype=dtype, device=device), pack(weight.to(dtype), format, **options), **more)
+
+
+def calls(M: int, N: int, K: int, format: str, device: str) -> list[GemmCall]:
+    """Each kind of end, and strides that are not those of whole tensors."""
+    bias = random(4 * N, dtype=F16, device=device, seed=2)[::2]
+    residual = random(2 * M, N + 8, device=device, seed=3).to(BF16)[::2, :N]
+    found = [
+        packed(M, N, K, format, device=device),
+        packed(M, N, K, format, F16, device, bias=bias[:N], activation="gelu"),
+        packed(M, N, K, format, device=device, residual=residual),
+        packed(M, N, K, format, device=device, out_dtype=F32, activation="leaky_relu", slope=0.25),
+        packed(M, N, K, format, device=device, activation="silu_and_mul", bias=bias),
+        packed(M, N, K, format, F16, device, activation="gelu_and_mul"),
+    ]
+    call = found[0]
+    wide = torch.full((M, K + 64), math.nan, dtype=BF16, device=device)
+    wide[:, :K] = call.a
+    return [*found, call._replace(a=wide[:, :K])]
+
+
+# one block of K and less than a tile; rows and columns that fill nothing; more blocks than warps, and none for some
+SHAPES = ((1, 8, 128), (2, 40, 384), (8, 136, 1024), (7, 1000, 1152), (1, 4104, 4096), (5, 96, 14336))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_values(shape: tuple[int, ...], format: str, hopper: AnyOp) -> None:
+    for call in calls(*shape, format, "cuda"):
+        assert_right(WORDS, call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_configurations(format: str, hopper: AnyOp) -> None:
+    for shape, activation in product(((1, 272, 4096), (8, 80, 2176)), (None, "silu_and_mul")):
+        call = packed(*shape, format, activation=activation)
+        by_warps: dict[int, list[Tensor]] = {}
+        for one in space.words_space(hopper.key(call), SM_90):
+            by_warps.setdefault(one["num_warps"], []).append(assert_right(WORDS, call, one))
+        # a result's products are added in one order for one number of warps
+        assert all(same_bits(one, same[0]) for same in by_warps.values() for one in same)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [0, 1])
+def test_the_same_bits_each_time_and_in_a_graph(early: int, hopper: AnyOp) -> None:
+    for format in FORMATS:
+        call = packed(4, 1032, 4096, format)
+        one = configs.hopper_words(early=early)
+        run = lambda call=call, one=one: hopper.run(WORDS, call, one)  # noqa: E731
+        first = run()
+        assert all(torch.equal(run(), first) for _ in range(5))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # its a is the result of the kernel in front
+            result = hopper.run(WORDS, call._replace(a=call.a * 1), one)
+        for seed in (5, 6):
+            call.a.copy_(random(*call.a.shape, dtype=BF16, device="cuda", seed=seed))
+            result.fill_(math.nan)
+            graph.replay()
+            assert torch.equal(result, run())
+
+
+@pytest.mark.gpu
+def test_in_a_compiled_function(hopper: AnyOp) -> None:
+    """As one operation, which finds the pinned kernel when it runs."""
+    call = packed(3, 256, 512, "int4")
+    hopper.pin(hopper.key(call), WORDS, None, "user", "for this test")
+    try:
+        wanted = 2 * hopper.run(WORDS, call)
+        with torch.no_grad():
+            layer = torch.compile(lambda a: 2 * hopper(call._replace(a=a)), fullgraph=True)
+            assert same_bits(layer(call.a), wanted)
+    finally:
+        hopper.unpin()
+
+
+@pytest.mark.gpu
+def test_what_does_not_begin_at_16_bytes_runs_on_the_portable_kernel(hopper: AnyOp) -> None:
+    call = packed(2, 64, 256, "int8")
+    behind = torch.empty(2 * 256 + 1, dtype=BF16, device="cuda")[1:].view(2, 256)
+    behind.copy_(call.a)
+    assert_right(WORDS, call._replace(a=behind))
+
+
+def _of_int4(word: Tensor) -> tuple[Tensor, ...]:
+    bytes_ = [(word >> (8 * i)) & 255 for i in range(4)]
+    return tuple(((one & 15) - 8).to(BF16) for one in bytes_) + tuple(((one >> 4) - 8).to(BF16) for one in bytes_)
+
+
+def _of_int8(word: Tensor) -> tuple[Tensor, ...]:
+    bytes_ = [(word >> (8 * i)) & 255 for i in range(4)]
+    return tuple((one - 256 * (one > 127).int()).to(BF16) for one in bytes_)
+
+
+def stand_in(call: GemmCall, config: Config, **planted: str) -> Tensor:
+    """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
+    y = torch.full(call.shape, math.nan, dtype=call.dtype)
+    first = launch_hopper_words.launch(call, y, config, SM_90)
+    kernels = gluon.Kernels(
+        Path(kernel_hopper_words.__file__), planted,
+        activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.float() @ b.float(),
+        INT4_WORD_BF16=_of_int4, INT4_WORD_FP16=_of_int4, INT8_WORD_BF16=_of_int8, INT8_WORD_FP16=_of_int8,
+        pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
+    )  # fmt: skip
+    constants = {key: value for key, value in config.kwargs.items() if key not in ("num_stages", "EARLY")}
+    args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in first.args]
+    kernels.run("_hopper_words_kernel", first.grid[0], *args, **first.constants, **constants)
+    return y
+
+
+def definition(call: GemmCall) -> Tensor:
+    """act(a @ b + bias) [· its second half] + residual in float64."""
+    y = call.a.double() @ values_of_b(call).double()
+    if call.bias is not None:
+        y = y + call.bias.double()
+    gate, up = y.chunk(2, -1) if call.activation in GATED else (y, 1.0)
+    named = GATED.get(str(call.activation), call.activation)
+    y = activate_on_cpu(gate, call.slope, ACTIVATIONS[named] if named else 0) * up
+    return y if call.residual is None else y + call.residual.double()
+
+
+def right(found: Tensor, call: GemmCall) -> bool:
+    """Rounded once from sums in float32, to one unit."""
+    want = definition(call)
+    unit = {BF16: 2.0**-7, F16: 2.0**-10, F32: 2.0**-18}[call.dtype]
+    return bool(((found.double() - want).abs() <= unit * want.abs() + 1e-3).all())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((1, 8, 128), configs.hopper_words()), ((2, 40, 384), configs.hopper_words(32, 4, 1)),
+        ((8, 24, 2176), configs.hopper_words(16, 4, 4)), ((7, 40, 4096), configs.hopper_words(16, 16, 1)),
+        ((3, 16, 1152), configs.hopper_words(32, 8, 2)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_kernels_own_text(shape: tuple[int, ...], config: Config, format: str) -> None:
+    for call in calls(*shape, format, "cpu"):
+        # values of 4 and 8 bits are exact in both types
+        assert right(stand_in(call, config), call)
+
+
+@pytest.mark.parametrize(
+    ("format", "said", "instead"),
+    [
+        # columns of K in another order than the weight's; the wrong half; a scale of another block, or row
+        ("int4", "% 2) * 16 + ((j // 16) % 2) * 64", "% 2) * 64 + ((j // 16) % 2) * 16"),
+        ("int8", "% 4) * 16 + ((j // 32) % 2) * 8", "% 4) * 8 + ((j // 32) % 2) * 32"),
+        ("int4", "block_a * BLOCK + 32", "block_a * BLOCK"),
+        ("int4", "block_s = warp_s + ((step + 1) * AHEAD + i)", "block_s = warp_s + ((step + 1) * AHEAD)"),
+        ("int8", "(first + columns).to(gl.int64) * stride_sn", "columns.to(gl.int64) * stride_sn"),
+        ("int4", "gl.join(gl.join(v0, v2), gl.join(v1, v3))", "gl.join(gl.join(v0, v1), gl.join(v2, v3))"),
+        ("int4", "[0, 1, 3, 2, 4]", "[0, 1, 2, 3, 4]"),
+        ("int4", "mask=in_b & (block < blocks)", "mask=in_b & (block < blocks - 1)"),
+        ("int4", "mask = mask & (out_rows < M)", "mask = mask & (out_rows < M - 1)"),
+    ],
+)  # fmt: skip
+def test_planted_errors_are_seen(format: str, said: str, instead: str) -> None:
+    gated = packed(3, 24, 2176, format, device="cpu", activation="silu_and_mul")
+    config = configs.hopper_words(16, 4, 2)
+    assert right(stand_in(gated, config), gated)
+    assert not right(stand_in(gated, config, **{said: instead}), gated)
+
+
+def shaped(M: int = 1, N: int = 256, K: int = 512, format: str = "int4", **more: Any) -> GemmCall:
+    """As `packed`, without memory."""
+    options = {"group": more.pop("group", 128)} if format == "int4" else {}
+    weight = pack(torch.zeros(N, K, dtype=BF16), format, **options, **more.pop("how", {}))
+    return linear_call(torch.zeros(M, K, dtype=more.pop("dtype", BF16)), weight, **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: shaped(9), "is for up to 8 rows"),
+        (lambda: shaped(group=64), "multiplies 16-bit floats by int4 in groups of 128"),
+        (lambda: shaped(how={"symmetric": False}), "multiplies 16-bit floats by int4 in groups of 128"),
+        (lambda: shaped(format="mxfp4"), "multiplies 16-bit floats by int4 in groups of 128"),
+        (lambda: shaped(format="fp8"), "multiplies 16-bit floats by int4 in groups of 128"),
+        (lambda: shaped(dtype=F32), "multiplies 16-bit floats by int4 in groups of 128"),
+        (lambda: shaped(K=576), "takes a K in multiples of 128"),
+        (lambda: shaped(norm_weight=torch.ones(512, dtype=BF16)), "takes no norm"),
+        (lambda: shaped(2)._replace(a=torch.zeros(2, 516, dtype=BF16)[:, :512]), "reads a, b and scales along K"),
+    ],
+)  # fmt: skip
+def test_refusals(call: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavecrest.ops.common.hopper.refusal", lambda **_: None)
+    found = launch_hopper_words.refusal(call())
+    assert found is not None and reason in found, found
+    assert launch_hopper_words.refusal(shaped()) is None and launch_hopper_words.refusal(shaped(format="int8")) is None
+
+
+def test_elsewhere_it_refuses_by_the_device() -> None:
+    with pytest.raises(Unsupported, match="triton_hopper_words refuses"):
+        gemm.run(WORDS, shaped())
+
+
+@pytest.mark.parametrize("wrong", [{"BLOCK_N": 64}, {"num_warps": 2}, {"AHEAD": 3}])
+def test_tiles_that_do_not_exist(wrong: dict[str, int]) -> None:
+    known = configs.hopper_words()
+    options = {**known.kwargs, "num_warps": known["num_warps"], "num_stages": 1} | wrong
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        launch_hopper_words.launch(shaped(), torch.empty(1, 256, dtype=BF16), Config(**options), SM_90)
+
+
+def test_the_space_begins_with_the_default() -> None:
+    for call in (shaped(), shaped(8, 28672, 128, activation="silu_and_mul"), shaped(format="int8")):
+        key = key_of(call)
+        tried = list(space.words_space(key, SM_90))
+        assert tried[0] == configs.hopper_words_of(shape_of(key), SM_90) and len(tried) == len(set(tried)) > 1
