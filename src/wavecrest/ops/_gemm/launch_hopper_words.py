@@ -22,7 +22,7 @@ from wavecrest.ops._gemm.call import GemmCall, kinds
 from wavecrest.ops._gemm.kernel_hopper_words import _hopper_words_kernel
 
 NAME = "triton_hopper_words"
-WALKS = "reads a, b and the scales of a row along K, where rows of a and b are at multiples of 16 bytes and not at a stride of 0"
+WALKS = "reads a, b and scales along K, where rows of a and b are at multiples of 16 bytes and not at a stride of 0"
 # rows of a, and columns of K of a step of a warp, of which 4-bit values have one scale
 ROWS, BLOCK = 8, 128
 
