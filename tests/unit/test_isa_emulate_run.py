@@ -260,6 +260,7 @@ def test_every_kernel_of_an_op_runs_every_call(
         "triton_hopper",
         "triton_hopper_epilogue",
         "triton_hopper_blocks",
+        "triton_hopper_words",
         "triton_cdna",
     )
     assert asked == [kernel for kernel in kernels for _ in names]

@@ -558,7 +558,7 @@ def _cat(func: Any, weights: Sequence[PackedWeight], dim: int = 0) -> PackedWeig
 
 
 def _of(weight: PackedWeight) -> tuple[Any, ...]:
-    """What weights have in common that can be one."""
+    """The properties that weights must share to be joined."""
     return (
         weight.format, weight.group, weight.shape[1], weight.dtype, weight.stored.dtype, weight.scale is None,
         weight.zero is None, weight.device,

@@ -263,6 +263,15 @@ def emulate_cases(arch: str) -> Cases:
             _random(200, 400, dtype=torch.float8_e4m3fn), _random(264, 400, dtype=torch.float8_e4m3fn).mT,
             scale_a=torch.rand(200, 4), scale_b=torch.rand(4, 3),
         )  # fmt: skip
+        # and that of words, for whole blocks of K
+        stored = torch.randint(0, 256, (40, 640), dtype=torch.uint8).mT
+        more["words of int4, gated"] = lambda: GemmCall(
+            _random(3, 1280), stored, scale_b=torch.rand(40, 10).mT, form="int4", group=128, activation="silu_and_mul",
+            alpha=0.05,
+        )  # fmt: skip
+        more["words of int8"] = lambda: GemmCall(
+            _random(8, 384), _random(40, 384, dtype=torch.int8).mT, scale_b=torch.rand(40), residual=_random(8, 40)
+        )
     if arch in _cdna.FLOAT8:
         # its own kernel, for more rows and columns than the other cases have; tiles that share rows or columns
         own = [(float8, (300, 264, 656))]
@@ -320,14 +329,14 @@ def _made(M: int, N: int, K: int, kind: str, device: str) -> GemmCall:
         return GemmCall(a, w.mT, scale_b=torch.rand(N, device=device) * unit / 64)
     if kind == "weight int4":
         w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
-        scale = torch.rand(K // 128, N, device=device) * unit / 4
-        return GemmCall(a, w.mT, scale_b=scale, form="int4", group=128)
+        scale = torch.rand(N, K // 128, device=device) * unit / 4
+        return GemmCall(a, w.mT, scale_b=scale.mT, form="int4", group=128)
     if kind == "weight mxfp4":
         w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
         # values are about 3 at a scale of 1
         exponent = 125 - K.bit_length() // 2
-        scale = torch.randint(exponent, exponent + 2, (K // 32, N), dtype=torch.uint8, device=device)
-        return GemmCall(a, w.mT, scale_b=scale, form="mxfp4", group=32)
+        scale = torch.randint(exponent, exponent + 2, (N, K // 32), dtype=torch.uint8, device=device)
+        return GemmCall(a, w.mT, scale_b=scale.mT, form="mxfp4", group=32)
     w = torch.randn(N, K, device=device) * unit
     return GemmCall(a, w.to(a.dtype).mT)
 
@@ -396,11 +405,11 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
     kinds = zip("ab", str(parts["scales"]).split(), strict=True)
     scales = [shapes.get(kind) for kind in kinds]
     scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
-    if scale_b is not None and scales[1] == shapes["b", "block"]:
+    if scale_b is not None and scales[1] in (shapes["b", "block"], shapes["b", "group"]):
         # as a weight has them, along its K
         scale_b = scale_b.mT.contiguous().mT
     if form == "mxfp4":
-        scale_b = torch.randint(120, 126, shapes["b", "group"], dtype=torch.uint8, device=device)
+        scale_b = torch.randint(120, 126, shapes["b", "group"][::-1], dtype=torch.uint8, device=device).mT
     wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16
     # about 1, as those of trained models
     normed = str(parts["scales"]).startswith("norm")
