@@ -1,7 +1,7 @@
 """A model of the zoo with its linear layers in 8 and 4 bits, each optimized, beside the optimized model itself.
 
     python -m benchmarks.quantized [--model NAME] [--formats int8 fp8 int4] [--budget 40] [--out FILE.jsonl.gz]
-                                   [--no-original]
+                                   [--no-original] [--steps fuse_qkv,capture]
 
 All variants share the weights that are not quantized, and take turns in one process. `wavecrest.optimize` is held to
 the answers of the quantized model; how far these are from the original's is in `error`. A bound is the time of reading
@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 import wavecrest
 from wavecrest import hardware
+from wavecrest.errors import StepRefused
 from wavecrest.measure import numerics
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.optimizer import api
 from wavecrest.optimizer.gate.snapshot import in_parts
 from wavecrest.optimizer.options import Options
-from wavecrest.optimizer.steps.base import structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.profile import measure_ceilings
 from wavecrest.quantizer.layers import SCHEMES
 from wavecrest.records import files, provenance
@@ -63,8 +64,12 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
         row |= {"layers": len(quantized.formats), "quantize_s": round(time.perf_counter() - begin, 1)}
     workload = finish(model)
     begin = time.perf_counter()
+    row["bytes"] = size_of(workload)
     if not form and options.no_original:
         return workload, model, row
+    if options.steps:
+        stepped = with_steps(workload, options.steps.split(","))
+        return workload, stepped, row | {"kept": options.steps.split(","), "captured": is_captured(stepped)}
     done = api.run(workload, Options(budget=options.budget, skip=("environment",)))
     row |= {
         "optimize_s": round(time.perf_counter() - begin, 1), "kept": done.plan.stack,
@@ -73,9 +78,25 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
             for one in done.record.steps
             if one.verdict != "skipped" or one.sites
         ],
-        "bytes": size_of(workload), "captured": is_captured(done.model),
+        "captured": is_captured(done.model),
     }  # fmt: skip
     return workload, done.model, row
+
+
+def with_steps(workload: Workload, names: list[str]) -> nn.Module:
+    """The model with these steps, one after the other, none of them measured.
+
+    Raises:
+        StepRefused: one finds nothing to change.
+    """
+    applied, device = AppliedSteps(), hardware.detect(workload.device)
+    for name in names:
+        step = step_by_id(name)
+        found = step.find(StepContext(workload, device, model=build(workload.model, applied)))
+        if not found.sites:
+            raise StepRefused(f"{name}: {found.note}")
+        applied = applied.plus(step, found.params)
+    return build(workload.model, applied)
 
 
 def main() -> int:
@@ -85,6 +106,7 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", choices=tuple(SCHEMES), default=["int8", "fp8", "int4"])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each wavecrest.optimize (default 40)")
+    parser.add_argument("--steps", help="apply these steps to each variant, in place of wavecrest.optimize")
     parser.add_argument(
         "--no-original", action="store_true", help="of the model as it is, take the answers alone: no optimize, no time"
     )

@@ -83,7 +83,7 @@ SHAPES = ((1, 8, 128), (2, 40, 384), (8, 136, 1024), (7, 1000, 1152), (1, 4104, 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_values(shape: tuple[int, ...], format: str, hopper: AnyOp) -> None:
     for call in calls(*shape, format, "cuda"):
-        assert_right(WORDS, call)
+        assert_right(WORDS, call, b=values_of_b(call).double())
 
 
 @pytest.mark.gpu
@@ -91,9 +91,10 @@ def test_values(shape: tuple[int, ...], format: str, hopper: AnyOp) -> None:
 def test_configurations(format: str, hopper: AnyOp) -> None:
     for shape, activation in product(((1, 272, 4096), (8, 80, 2176)), (None, "silu_and_mul")):
         call = packed(*shape, format, activation=activation)
+        b = values_of_b(call).double()
         by_warps: dict[int, list[Tensor]] = {}
         for one in space.words_space(hopper.key(call), SM_90):
-            by_warps.setdefault(one["num_warps"], []).append(assert_right(WORDS, call, one))
+            by_warps.setdefault(one["num_warps"], []).append(assert_right(WORDS, call, one, b=b))
         # a result's products are added in one order for one number of warps
         assert all(same_bits(one, same[0]) for same in by_warps.values() for one in same)
 
@@ -104,14 +105,14 @@ def test_the_same_bits_each_time_and_in_a_graph(early: int, hopper: AnyOp) -> No
     for format in FORMATS:
         call = packed(4, 1032, 4096, format)
         one = configs.hopper_words(early=early)
-        run = lambda call=call, one=one: hopper.run(WORDS, call, one)  # noqa: E731
+        run = lambda call=call, one=one: hopper.run(WORDS, call, config=one)  # noqa: E731
         first = run()
         assert all(torch.equal(run(), first) for _ in range(5))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             # its a is the result of the kernel in front
-            result = hopper.run(WORDS, call._replace(a=call.a * 1), one)
+            result = hopper.run(WORDS, call._replace(a=call.a * 1), config=one)
         for seed in (5, 6):
             call.a.copy_(random(*call.a.shape, dtype=BF16, device="cuda", seed=seed))
             result.fill_(math.nan)
@@ -138,7 +139,7 @@ def test_what_does_not_begin_at_16_bytes_runs_on_the_portable_kernel(hopper: Any
     call = packed(2, 64, 256, "int8")
     behind = torch.empty(2 * 256 + 1, dtype=BF16, device="cuda")[1:].view(2, 256)
     behind.copy_(call.a)
-    assert_right(WORDS, call._replace(a=behind))
+    assert_right(WORDS, call._replace(a=behind), b=values_of_b(call).double())
 
 
 def _of_int4(word: Tensor) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
     """y = down_proj(act(gate_proj(x)) · up_proj(x)), x and y of shape [..., hidden].
 
     If gate and up are the halves of one fused layer, and a kernel of wavecrest is measured for the GEMM with the gated
-    activation in it, or their weight is packed, that kernel makes the product.
+    activation in it, that kernel makes the product.
     """
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, activation: str) -> None:
@@ -67,24 +67,20 @@ class GatedMLP(nn.Module):
         return gate.fused if halves and gate.is_linear else None
 
     def _in_one(self, x: Tensor, fused: FusedWeights) -> bool:
-        """True if a kernel of wavecrest is to run GEMM and activation in one; kept until it may change.
-
-        For a plain weight a measured row says so.
+        """True if a measured row names a kernel of wavecrest for GEMM and activation in one; kept until it may change.
 
         False inside torch.compile, where a decision would be a constant of the graph for any number of rows.
         """
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return False
         weight = fused.weight
-        packed = isinstance(weight, PackedWeight)
         memory = (weight.stored if isinstance(weight, PackedWeight) else weight).data_ptr()
         asked = (Op.epoch, in_autocast(x), x.shape, x.stride(), x.dtype, x.device, memory)
         if asked != self._asked:
             call = linear_call(*by_autocast(x, fused.weight, fused.bias), activation=f"{self.activation}_and_mul")
             try:
                 found = op.decide(call)
-                # without the activation a packed weight runs on wavecrest's kernel too
-                self._fuses = found.own_kernel and (packed or found.source != "default")
+                self._fuses = found.own_kernel and found.source != "default"
             except Unsupported:
                 # strict mode: a call without a measured row is an error, and this one need not be made
                 self._fuses = False
