@@ -20,6 +20,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import pack
+from wavecrest.ops._gemm import backend
 from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm import kernel_hopper_words, launch_hopper_words
 from wavecrest.ops._gemm.backend import op as gemm
@@ -250,6 +251,12 @@ def test_refusals(call: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> No
     found = launch_hopper_words.refusal(call())
     assert found is not None and reason in found, found
     assert launch_hopper_words.refusal(shaped()) is None and launch_hopper_words.refusal(shaped(format="int8")) is None
+
+
+def test_it_is_the_default_of_one_row_of_int4() -> None:
+    assert backend._opt_in_words(shaped()) is None
+    for other in (shaped(2), shaped(8), shaped(format="int8")):
+        assert backend._opt_in_words(other) == "runs where a measured row names it"
 
 
 def test_elsewhere_it_refuses_by_the_device() -> None:
