@@ -20,9 +20,8 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import pack
-from wavecrest.ops._gemm import backend
+from wavecrest.ops._gemm import backend, kernel_hopper_words, launch_hopper_words
 from wavecrest.ops._gemm import config as configs
-from wavecrest.ops._gemm import kernel_hopper_words, launch_hopper_words
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
 from wavecrest.ops._gemm.key import key_of, shape_of
