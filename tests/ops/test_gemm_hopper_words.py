@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_the_same_bits_each_time_and_in_a_graph(early: int, hopper: AnyOp) -> No
     for format in FORMATS:
         call = packed(4, 1032, 4096, format)
         one = configs.hopper_words(early=early)
-        run = lambda call=call, one=one: hopper.run(WORDS, call, config=one)  # noqa: E731
+        run = partial(hopper.run, WORDS, call, config=one)
         first = run()
         assert all(torch.equal(run(), first) for _ in range(5))
         torch.cuda.synchronize()

@@ -657,6 +657,7 @@ def test_rows_are_cut_and_joined(format: str, options: dict[str, Any], unit: int
         assert_same(cut, part)
         # a view
         assert cut.stored.untyped_storage().data_ptr() == whole.stored.untyped_storage().data_ptr()
+    assert_same(torch.ops.aten.slice.Tensor(whole, 0, 3 * unit), whole[3 * unit :])
     for refused in (
         lambda: whole[:, :64], lambda: whole[::2], lambda: whole[0:0], lambda: torch.cat(parts, 1),
         lambda: torch.cat([parts[0], parts[1].unpack()]), lambda: torch.cat([parts[0].unpack(), parts[1]]),

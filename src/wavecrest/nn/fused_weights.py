@@ -22,9 +22,10 @@ Layer = nn.Linear | nn.Conv2d | Linear
 
 
 def can_join(module: nn.Module) -> bool:
-    """True for a plain nn.Linear or Conv2d, and for wavecrest's Linear of a packed weight alone."""
+    """True for a plain nn.Linear or Conv2d, and for wavecrest's Linear of a packed weight that names no backend."""
     if type(module) is Linear:
-        return isinstance(module.weight, PackedWeight) and module.activation is None and module.tail is None
+        alone = module.activation is None and module.tail is None and not module.backend
+        return alone and isinstance(module.weight, PackedWeight)
     return type(module) in (nn.Linear, nn.Conv2d)
 
 

@@ -122,7 +122,7 @@ def _opt_in_gemv(call: GemmCall) -> str | None:
 
 def _opt_in_words(call: GemmCall) -> str | None:
     # of one row and 4-bit values: 8.2, 7.2, 24.1 and 17.4 µs a layer's GEMMs of Llama 3.1 8B, in place of 9.9, 7.4,
-    # 34.3 and 18.9 (H200, 2026-11-28, no record); of more rows, and of int8, `triton` is as fast or faster
+    # 34.3 and 18.9 (H200, 2026-11-28, no record). More rows of int4 were not timed; of int8 others won ten of 12 keys
     return None if call.form == "int4" and row_bucket(call.M) == 1 else MEASURED
 
 

@@ -2,9 +2,9 @@
 
 Gluon. A lane loads 16 bytes of a row of the weight. Widened in its registers they are the columns of K that the matrix
 unit expects of this lane, as a is loaded in the same order: no value passes through shared memory, and none is moved
-between lanes, which costs the portable kernel more than reading the weight (2.3 instructions a 4-bit value in place of
-2.8 and of the 5.2 of multiplying without matrix units, counted in sm_90's code, triton 3.6). Each warp takes every
-WARPS-th block of K; their sums are added at the end.
+between lanes. A 4-bit value takes 2.5 instructions, in the kernel over tiles 2.8, and 5.2 without matrix units (loops
+of sm_90's code counted for one row, triton 3.6; no record). Of `num_warps` warps each takes every num_warps-th block of
+K; their sums are added at the end.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,8 @@ from wavecrest.ops.packed.formats import DTYPES, FORMATS, STORED
 from wavecrest.records import decode
 
 _ADVICE = "use wavecrest.ops.linear, or .unpack()"
+# properties that weights must share to be joined, as well as K and the parts
+_ALIKE = attrgetter("format", "group", "dtype", "device", "stored.dtype")
 _aten = torch.ops.aten
 
 
@@ -518,51 +521,33 @@ def _same_view(func: Any, weight: PackedWeight, *args: Any) -> PackedWeight:
     return weight._map(_aten.alias.default)
 
 
-def _rows(
-    func: Any, weight: PackedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> PackedWeight:
+def _rows(func: Any, weight: PackedWeight, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """`weight[start:end]`, a view, where no scale and no tile has rows on both sides of a cut."""
     begin, stop, _ = slice(start, end).indices(len(weight))
     unit = _packed.ROWS_TOGETHER.get(weight.format, 1)
     if dim != 0 or step != 1 or stop <= begin or begin % unit or (stop % unit and stop != len(weight)):
         raise _refusal(func, (weight,), {})
-
-    def cut(part: Tensor) -> Tensor:
+    parts = {}
+    for name, part in weight._parts().items():
         # a scale of fp8_block is that of 128 rows
         rows = 1 if len(part) == len(weight) else unit
-        return func(part, 0, begin // rows, -(-stop // rows))  # type: ignore[no-any-return]
-
-    scale, zero = (None if part is None else cut(part) for part in (weight.scale, weight.zero))
-    shape = (stop - begin, weight.shape[1])
-    return _build(weight.format, cut(weight.stored), scale, zero, weight.group, shape, weight.dtype)
+        parts[name] = func(part, 0, begin // rows, -(-stop // rows))
+    return _of_parts(weight, parts, stop - begin)
 
 
 def _cat(func: Any, weights: Sequence[PackedWeight], dim: int = 0) -> PackedWeight:
     """Weights of one format, rows after rows; as with `_rows`, all but the last must end with a scale and a tile."""
-    first = weights[0]
+    first, kinds = weights[0], {(*_ALIKE(one), one.shape[1], *one._parts()) for one in weights}
     unit = _packed.ROWS_TOGETHER.get(first.format, 1)
-    if dim != 0 or any(len(one) % unit for one in weights[:-1]) or any(_of(one) != _of(first) for one in weights):
+    if dim != 0 or any(len(one) % unit for one in weights[:-1]) or len(kinds) > 1:
         raise _refusal(func, tuple(weights), {})
-
-    def joined(parts: list[Tensor | None]) -> Tensor | None:
-        given = [part for part in parts if part is not None]
-        return func(given) if given else None
-
-    stored, scale, zero = (
-        joined([one.stored for one in weights]), joined([one.scale for one in weights]),
-        joined([one.zero for one in weights]),
-    )  # fmt: skip
-    assert stored is not None
-    shape = (sum(len(one) for one in weights), first.shape[1])
-    return _build(first.format, stored, scale, zero, first.group, shape, first.dtype)
+    parts = {name: func([one._parts()[name] for one in weights]) for name in first._parts()}
+    return _of_parts(first, parts, sum(map(len, weights)))
 
 
-def _of(weight: PackedWeight) -> tuple[Any, ...]:
-    """The properties that weights must share to be joined."""
-    return (
-        weight.format, weight.group, weight.shape[1], weight.dtype, weight.stored.dtype, weight.scale is None,
-        weight.zero is None, weight.device,
-    )  # fmt: skip
+def _of_parts(like: PackedWeight, parts: dict[str, Tensor], rows: int) -> PackedWeight:
+    stored, scale, zero = parts["stored"], parts.get("scale"), parts.get("zero")
+    return _build(like.format, stored, scale, zero, like.group, (rows, like.shape[1]), like.dtype)
 
 
 def _convert(func: Any, weight: PackedWeight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> PackedWeight:
