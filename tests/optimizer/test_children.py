@@ -189,7 +189,7 @@ def test_pairs_are_loaded_together_and_timed_one_after_the_other(monkeypatch: py
 def test_how_many_pairs_memory_and_processors_hold(
     device: str, memory: int, free: int, cores: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else free)
+    monkeypatch.setattr(children.hardware, "free_host_memory", lambda: free)
     monkeypatch.setattr(children.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(children.torch.cuda, "mem_get_info", lambda device: (90 << 30, 90 << 30))
     assert children.pairs_together(device, 2 * memory) == count

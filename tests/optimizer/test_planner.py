@@ -1,4 +1,4 @@
-"""The planner on simulated workloads: the best first, within the budget, and the cure of a cause next."""
+"""The planner on simulated workloads: the best first, and within the budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.optimizer import simulated
 from tests.optimizer.conftest import NoAnalysis, Run
-from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
+from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, TakeHalfOut, TakePauseOut, slow
 from wavecrest import hardware, records
 from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
@@ -175,81 +175,6 @@ def test_a_capture_that_compilation_does_not_help_leaves_the_compilation(
     assert found[:3] == [("capture", 1, "refused"), ("capture", 2, "refused"), ("compile:default", 1, "kept")]
     assert not any(attempt > 2 for _, attempt, _ in found)
     assert rows[2].expected_seconds is not None and rows[2].expected_seconds < 30.0
-
-
-class Masked(NoAnalysis):
-    """A longer pause than the original's is attention on the math path; of others half is a fused kernel."""
-
-    def profile(self, model: nn.Module, ceilings: records.Ceilings | None) -> tuple[list[records.BucketProfile], str]:
-        pause: Any = model.pause
-        math = pause > PAUSE
-        ms = pause * 1e3 if math else pause * 5e2
-        row = records.OpTime(
-            name="aten::_scaled_dot_product_attention_math" if math else "aten::_scaled_dot_product_flash_attention",
-            category="attention", shapes="2x2x8x8, 2x2x8x8, 2x2x8x8 float32", calls=2, ms=ms, share=1.0,
-        )  # fmt: skip
-        profile = records.BucketProfile(
-            bucket="default", wall_ms=1 + pause * 1e3, kernel_ms=1 + pause * 1e3, idle_ms=None, launches=1,
-            categories=[], ops=[row], uncategorized=[],
-        )  # fmt: skip
-        return [profile], ""
-
-
-class LosesByMath(Planted):
-    """A gain that a slow kernel hides, until another step has taken it out."""
-
-    id = title = "loses"
-    done = False
-
-    def predict(self, found: Found, context: StepContext) -> Prediction:
-        return Prediction(3.0, "planted")
-
-    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
-        model.pause = 0.0 if getattr(model, "repaired", False) else 2 * PAUSE
-        return model
-
-
-class Repairs(Planted):
-    """Gains little alone, and takes the slow kernel of the other step out."""
-
-    id = title = "repairs"
-    cures = ("math_attention",)
-
-    def predict(self, found: Found, context: StepContext) -> Prediction:
-        return Prediction(1.0, "nothing")
-
-    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
-        model.pause, model.repaired = model.pause * 0.9, True
-        return model
-
-
-class Other(Nothing):
-    """Promises more than the cure."""
-
-    id = title = "other"
-
-    def predict(self, found: Found, context: StepContext) -> Prediction:
-        return Prediction(1.4, "planted")
-
-
-def test_the_cure_of_a_named_cause_is_tried_next_and_then_what_had_lost(run: Run) -> None:
-    workload = from_example(*slow())
-    record = run(LosesByMath(), Other(), Repairs(), workload=workload, analysis=Masked(workload), budget=200.0).record
-    lost, cure, again, *rest = record.steps
-    assert (lost.id, lost.verdict) == ("loses", "reverted") and lost.causes[0].kind == "math_attention"
-    assert (cure.id, cure.verdict) == ("repairs", "kept") and "because of a cause that was named" in cure.chosen
-    assert "loses lost by it: attention 3 → 12 ms: SDPA took the math path" in cure.prediction
-    assert (again.id, again.attempt, again.verdict) == ("loses", 2, "kept")
-    assert [row.id for row in rest] == ["other"]
-
-
-def test_without_a_cure_the_order_is_that_of_the_predictions(run: Run) -> None:
-    class Harmless(Repairs):
-        cures = ("layout",)
-
-    workload = from_example(*slow())
-    record = run(LosesByMath(), Other(), Harmless(), workload=workload, analysis=Masked(workload), budget=200.0).record
-    assert [row.id for row in record.steps][:3] == ["loses", "other", "repairs"]
 
 
 def test_cheap_steps_do_not_use_up_the_time_of_a_much_better_one() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import wavecrest.ops  # noqa: F401
+from wavecrest import hardware
 from wavecrest.backends import onednn
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
@@ -38,11 +39,26 @@ def test_right(activation: str | None, bias: bool, shape: tuple[int, ...]) -> No
     torch.testing.assert_close(made.double(), wide(one), rtol=1e-5, atol=1e-5)
 
 
-def test_any_strides_and_bfloat16() -> None:
+def test_any_strides() -> None:
     one = call("gelu")
     one = one._replace(a=one.a.transpose(0, 1), b=one.b.contiguous())
     torch.testing.assert_close(op.call_on("onednn", one).double(), wide(one), rtol=1e-5, atol=1e-5)
-    one = one._replace(a=one.a.bfloat16(), b=one.b.bfloat16(), bias=one.bias.bfloat16())
+
+
+def in_bfloat16() -> GemmCall:
+    one = call("gelu")
+    return one._replace(a=one.a.bfloat16(), b=one.b.bfloat16(), bias=one.bias.bfloat16())
+
+
+def test_a_cpu_without_bfloat16_is_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn.hardware, "onednn_multiplies", lambda dtype: dtype == torch.float32)
+    assert onednn.refuse(call("gelu")) is None
+    assert onednn.refuse(in_bfloat16()) == "has no bfloat16 on this CPU: on x86 it needs AVX-512"
+
+
+@pytest.mark.skipif(not hardware.onednn_multiplies(torch.bfloat16), reason="oneDNN has no bfloat16 on this CPU")
+def test_bfloat16() -> None:
+    one = in_bfloat16()
     torch.testing.assert_close(op.call_on("onednn", one).double(), wide(one), rtol=2e-2, atol=2e-2)
 
 

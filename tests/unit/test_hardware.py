@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from wavecrest import hardware
 from wavecrest.errors import EnvironmentProblem, InvalidArgument
+from wavecrest.hardware import memory
 
 
 @pytest.fixture
@@ -160,3 +162,33 @@ def test_peaks_follow_from_what_the_part_is_made_of(name: str) -> None:
     # datasheets round 5.3 and 8 TB/s down
     assert arch.bandwidth == pytest.approx(bits * gigabits / 8, rel=0.025)
     assert arch.peak_16bit == pytest.approx(arch.compute_units * arch.clock * operations / 1000, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:       5 kB\n", 5 << 10),
+        ("MemTotal: 9 kB\nMemFree: 1 kB\n", 3 << 12),
+        ("MemAvailable: many\n", 3 << 12),
+        (None, 3 << 12),
+    ],
+)
+def test_files_in_memory_count_as_free(
+    text: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    if text is not None:
+        meminfo.write_text(text)
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory.os, "sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 1 << 12}.get)
+    assert hardware.free_host_memory() == found
+
+
+def test_what_onednn_multiplies_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = torch.backends.mkldnn.is_available()
+    assert hardware.onednn_multiplies(torch.float32) == there and not hardware.onednn_multiplies(torch.float64)
+    if hardware.onednn_multiplies(torch.bfloat16):
+        one = torch.ones(2, 2, dtype=torch.bfloat16)
+        assert torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], "").tolist() == [[2, 2], [2, 2]]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not hardware.onednn_multiplies(torch.float32) and not hardware.onednn_multiplies(torch.bfloat16)

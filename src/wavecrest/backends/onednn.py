@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wavecrest import hardware
 from wavecrest.backends.torch.common import ROUNDED, rounds
 from wavecrest.backends.torch.gemm import more_than_linear
 from wavecrest.dispatch.tracing import constant_in_graphs
@@ -29,10 +30,15 @@ ACTIVATIONS: dict[str | None, tuple[str, str]] = {
 }
 
 
-# Dynamo does not trace the question
+# Dynamo does not trace these questions
 @constant_in_graphs
 def _is_there() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return hardware.onednn_multiplies(torch.float32)
+
+
+@constant_in_graphs
+def _has_bfloat16() -> bool:
+    return hardware.onednn_multiplies(torch.bfloat16)
 
 
 def refuse(call: GemmCall) -> str | None:
@@ -43,6 +49,8 @@ def refuse(call: GemmCall) -> str | None:
         return "ends in gelu, gelu_tanh or silu alone: its relu makes 0 of NaN"
     if call.a.dtype not in (torch.float32, torch.bfloat16) or not call.a.dtype == call.b.dtype == call.dtype:
         return "takes float32 and bfloat16, one dtype for all"
+    if call.dtype == torch.bfloat16 and not _has_bfloat16():
+        return "has no bfloat16 on this CPU: on x86 it needs AVX-512"
     if reason := more_than_linear(call):
         return reason
     if call.keeps_float32 and rounds("cpu"):

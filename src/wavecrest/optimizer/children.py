@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from pydantic import Field
 
-from wavecrest import env, errors
+from wavecrest import env, errors, hardware
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
 from wavecrest.measure import timing
 from wavecrest.measure.fork_server import AT_USE, Forked, ForkServer
@@ -324,7 +324,7 @@ def pairs_together(device: str, memory: int) -> int:
         device: torch device name.
         memory: as `run_pairs` takes it.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = hardware.free_host_memory()
     if device == "cpu":
         return int(memory // 2 <= free)
     # what this process holds for later is given back before children start

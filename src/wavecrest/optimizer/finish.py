@@ -17,7 +17,7 @@ from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.measure import copies, timing
 from wavecrest.measure.timing import Interval
 from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
-from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs, timeout_of
+from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, pairs_together, run_pairs, timeout_of
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
 from wavecrest.optimizer.planner import may_recompile
@@ -181,6 +181,12 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
     calls = peak - torch.cuda.memory_allocated() if peak is not None else 0
     # the original's process holds no weights that steps have made
     memory = memory_of(run.workload, calls=calls) + memory_of(run.workload, run.current, calls)
+    together = pairs_together(device, memory)
+    if device != "cpu" and together < min(LOOKS):
+        run.ledger.note(
+            f"the fresh processes are loaded {f'{2 * together} at a time' if together else 'one by one'}: with both "
+            f"models a pair takes {memory / 1e9:.0f} GB, and no more is free"
+        )
     spent: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"

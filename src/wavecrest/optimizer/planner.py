@@ -489,7 +489,7 @@ class Planner:
 
     def _is_pending(self, one: Candidate, row: StepOutcome, cause: Cause) -> bool:
         """Whether `one` removes the cause, or is the step that lost and a step kept since then removes it."""
-        rows = self.run.ledger.record.steps
+        run, rows = self.run, self.run.ledger.record.steps
         later = rows[rows.index(row) + 1 :]
         cured = any(
             other.verdict == "kept" and cause.kind in step.cures
@@ -499,6 +499,10 @@ class Planner:
         )
         if one.step.id == row.id:
             return cured and row.attempt == 1 and one.attempt == 2
+        if cause.kind == "launch_gaps" and run.ledger.applied.only("capture").steps:
+            # a replayed graph has no launches left to save. An 8 B decode was compiled for such a cause ahead of seven
+            # steps that take a third of the time each, and ended without them (H200, 2026-11-28)
+            return False
         # a rival takes the place of what lost, and cures nothing of it
         rival = any(one.step.excludes(step) for step in self.steps if step.id == row.id)
         cures = cause.kind in one.step.cures and not one.step.searches and not rival

@@ -429,7 +429,6 @@ def _products(a: Any) -> list[Callable[[], Any]]:
     import torch
 
     found: list[Callable[[], Any]] = [lambda: a @ a]
-    is_there = a.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if is_there and a.dtype in (torch.float32, torch.bfloat16):
+    if a.device.type == "cpu" and hardware.onednn_multiplies(a.dtype):
         found.append(lambda: torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], ""))
     return found

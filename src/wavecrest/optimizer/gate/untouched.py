@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from wavecrest import hardware
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.optimizer.gate.snapshot import Snapshot, bits, in_parts, same_bits, write
 
@@ -132,10 +132,7 @@ def _tensors(model: nn.Module) -> Iterator[_Held]:
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 1 << 32
+    return hardware.free_host_memory()
 
 
 def checksum(tensor: Tensor) -> str:

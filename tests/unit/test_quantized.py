@@ -1,12 +1,17 @@
-"""benchmarks/quantized.py: the bytes that a call reads."""
+"""benchmarks/quantized.py: the bytes that a call reads, and steps by name."""
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+import pytest
 import torch
-from benchmarks.quantized import size_of
+from benchmarks.quantized import made, size_of
+from benchmarks.zoo.registry import Site, entries
 from torch import nn
 
 from wavecrest import quantize
+from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import from_example
 
 
@@ -29,3 +34,17 @@ def test_weights_count_once_packed_ones_as_stored_and_tables_where_they_are_mult
     assert size_of(from_example(model, ids)) == head + 128 * 64 + 4 * 128 + given
     model.head.weight = nn.Parameter(torch.zeros(100, 64))
     assert size_of(from_example(nn.Sequential(model.table), ids)) == given
+
+
+def test_steps_by_name_change_a_quantized_model_and_a_step_without_sites_is_refused() -> None:
+    entry = entries()["llama-8b-decode"]
+    base, finish = entry.module(Site("cpu", entry.size("cpu", tiny=True), True))
+    workload, model, row = made(base, finish, "int8", Namespace(steps="fuse_qkv,fuse_gate_up", no_original=True))
+    (bucket,) = workload.buckets
+    assert row["kept"] == ["fuse_qkv", "fuse_gate_up"] and not row["captured"] and row["layers"] > 0
+    before, after = (sum(type(one).__name__ == "Linear" for one in each.modules()) for each in (workload.model, model))
+    assert after < before
+    torch.testing.assert_close(workload.run(bucket, model), workload.run(bucket))
+    # joined once, there is nothing left to join
+    with pytest.raises(StepRefused, match=r"^fuse_qkv: "):
+        made(base, finish, "int8", Namespace(steps="fuse_qkv,fuse_qkv", no_original=True))
