@@ -103,6 +103,8 @@ def page(note: str, evidence: Path = EVIDENCE) -> str:
     parts += ["## The models", *_models(list(entries().values()))]
     for machine, measured in machines.items():
         parts += [f"## Steps on {machine}", *_steps(measured)]
+    for machine, measured in machines.items():
+        parts += [f"## Records on {machine}", *_records(measured)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -130,14 +132,14 @@ def _machine(machine: str, measured: dict[str, Run], evidence: Path) -> Iterator
     first = next((run.header for run in measured.values() if run.header is not None), None)
     device = first["device"]["name"] if first is not None else machine
     yield f"## {device}"
-    for path in sorted({run.path for run in measured.values()}):
-        header = next((run.header for run in measured.values() if run.path == path and run.header), None)
-        if header is not None:
-            versions = ", ".join(f"{name} {header['versions'][name]}" for name in ("torch", "triton", "transformers"))
-            yield (
-                f"**Measured** {header['created'][:10]}, {versions}, commit {header['commit']}, "
-                f"`{_cell(header['command'])}`. Record: [`{path.name}`](../evidence/{machine}/{path.name})."
-            )
+    headers = _headers(measured)
+    if headers:
+        dates = sorted({header["created"][:10] for header in headers.values()})
+        said = sorted({_versions(header) for header in headers.values()})
+        yield (
+            f"**Measured** {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {'; '.join(said)}. A row links to its "
+            f"record; [Records on {machine}](#records-on-{machine}) has their commits and commands."
+        )
     names = _peers(measured)
     timed = [run for run in measured.values() if run.figures]
     # those that search for minutes ran for some models only, which a sentence says
@@ -172,6 +174,28 @@ def _machine(machine: str, measured: dict[str, Run], evidence: Path) -> Iterator
         yield "\n".join(_seeds(seeds))
 
 
+def _headers(measured: dict[str, Run]) -> dict[Path, Row]:
+    """A header of each record, in the order of their names."""
+    found = {run.path: run.header for run in measured.values() if run.header is not None}
+    return dict(sorted(found.items()))
+
+
+def _versions(header: Row) -> str:
+    return ", ".join(f"{name} {header['versions'][name]}" for name in ("torch", "triton", "transformers"))
+
+
+def _link(path: Path, shown: str) -> str:
+    return f"[{shown}](../evidence/{path.parent.name}/{path.name})"
+
+
+def _records(measured: dict[str, Run]) -> Iterator[str]:
+    lines = ["| record | commit | command |", "|---|---|---|"]
+    for path, header in _headers(measured).items():
+        name = path.name.removesuffix(files.LINES)
+        lines.append(f"| {_link(path, f'`{name}`')} | {header['commit']} | `{_cell(header['command'])}` |")
+    yield "\n".join(lines)
+
+
 def _peers(measured: dict[str, Run]) -> list[str]:
     return [peer.name for peer in PEERS if any(peer.name in run.rows for run in measured.values())]
 
@@ -179,6 +203,7 @@ def _peers(measured: dict[str, Run]) -> list[str]:
 def _table(measured: dict[str, Run]) -> Iterator[str]:
     names = _peers(measured)
     heads = ["model", *(f"{name}, ms" for name in names), "wavecrest, ms", "rate", "× best", "% of roofline", "seconds"]
+    heads.append("record")
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for run in measured.values():
@@ -194,7 +219,7 @@ def _table(measured: dict[str, Run]) -> Iterator[str]:
             f"`{run.part}`", *shown, f"{figures['ms']:.3f}", f"{figures['rate']:,.0f} {run.rows['model']['unit']}/s",
             f"{figures['ratio']:.2f}× [{low:.2f}, {high:.2f}] {figures['best']}",
             f"{figures['bound_percent']:.0f}" if "bound_percent" in figures else "–",
-            f"{run.rows[WAVECREST]['seconds']:.0f}",
+            f"{run.rows[WAVECREST]['seconds']:.0f}", _link(run.path, run.path.name[5:10]),
         ]  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 

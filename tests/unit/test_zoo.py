@@ -363,12 +363,16 @@ def test_the_page_shows_the_newest_run_that_was_done(tmp_path: Path) -> None:
     record(tmp_path / "machine", "2026-12-01_zoo_models.jsonl.gz", done, {**late, "part": "mlp"})
     record(tmp_path / "machine", "2026-12-02_zoo_models.jsonl.gz", late)
     text = page.page("generated", tmp_path)
-    assert "| `bert-base` | 4.000 | 3.000 | 2.000 | 2,000 rows/s | 1.50× [1.35, 1.65] compile | 50 | 88 |" in text
+    assert "| `bert-base` | 4.000 | 3.000 | 2.000 | 2,000 rows/s | 1.50× [1.35, 1.65] compile | 50 | 88 | [12-01]" in text
     assert "| `mlp` | stopped after 9 s |" in text and "Geometric mean over 1 model: 1.50×" in text
     assert "| bert-base | 4 | 1,000 rows/s | 1,333 rows/s (compile) | 2,000 rows/s | 2.00× |" in text
     assert "in force: compile default, A=1." in text and "- no time for: pack heads" in text
     assert "- reverted fuse QKV 0.500× (1.10× predicted): slower; gemm 1.0 → 2.0 ms; gaps \\| 3 %" in text
-    assert "2026-12-01_zoo_models.jsonl.gz" in text and "2026-12-02" not in text
+    # both runs are of one record, which is listed once
+    name, head = "2026-12-01_zoo_models", header()
+    assert text.count(f"[12-01](../evidence/machine/{name}.jsonl.gz) |") == 1 and "2026-12-02" not in text
+    listed = f"[`{name}`](../evidence/machine/{name}.jsonl.gz) | {head['commit']} | `{head['command']}` |"
+    assert text.count(listed) == 1 and "(#records-on-machine)" in text and "## Records on machine\n" in text
 
 
 def test_a_run_that_was_stopped_counts_by_the_cases_it_has(tmp_path: Path) -> None:
