@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import interpreter
+from tests import interpreter, sampling
 
 # Triton reads this when the kernels are defined, so it must be set before wavecrest.ops is imported
 if not torch.cuda.is_available():
@@ -83,10 +83,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out tests marked slow")
+    parser.addoption("--share", type=int, default=1, metavar="N", help="one in N cases of large tests")
+    parser.addoption("--turn", default="", help="any text, which chooses the cases of --share")
     parser.addoption("--every-emulated", action="store_true", help="tests/emulated in full (scripts/emulate)")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if text := sampling.note(config):
+        terminalreporter.write_line(text)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sampling.leave_out(config, items)
     for item in items:
         if config.getoption("--quick") and item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.skip(reason="slow, and --quick was asked for"))

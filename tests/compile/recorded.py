@@ -29,7 +29,7 @@ BUDGETS = Path(__file__).parent / "budgets"
 # of this architecture one kernel in SHARE of every op, and one at least, is compiled anew in every run: a record that
 # is wrong would show
 ALWAYS = "gfx942"
-SHARE = 3
+SHARE = 8
 # modules of isa that compile, read and judge; the others, such as `side` for `isa diff`, take what these have made
 READERS = ("__init__", "assembly", "budget", "compiler", "facts", "mca", "survey")
 

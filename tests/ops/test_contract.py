@@ -20,6 +20,9 @@ from wavecrest.dispatch.call import mapped, tensors_of
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.tune import contract
 
+# every op is held to it in every run
+pytestmark = pytest.mark.whole
+
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [
     (name, backend)

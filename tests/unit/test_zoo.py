@@ -363,7 +363,9 @@ def test_the_page_shows_the_newest_run_that_was_done(tmp_path: Path) -> None:
     record(tmp_path / "machine", "2026-12-01_zoo_models.jsonl.gz", done, {**late, "part": "mlp"})
     record(tmp_path / "machine", "2026-12-02_zoo_models.jsonl.gz", late)
     text = page.page("generated", tmp_path)
-    assert "| `bert-base` | 4.000 | 3.000 | 2.000 | 2,000 rows/s | 1.50× [1.35, 1.65] compile | 50 | 88 | [12-01]" in text
+    assert (
+        "| `bert-base` | 4.000 | 3.000 | 2.000 | 2,000 rows/s | 1.50× [1.35, 1.65] compile | 50 | 88 | [12-01]" in text
+    )
     assert "| `mlp` | stopped after 9 s |" in text and "Geometric mean over 1 model: 1.50×" in text
     assert "| bert-base | 4 | 1,000 rows/s | 1,333 rows/s (compile) | 2,000 rows/s | 2.00× |" in text
     assert "in force: compile default, A=1." in text and "- no time for: pack heads" in text

@@ -1,0 +1,58 @@
+"""Which cases of large tests a run takes: with `--share N` one in N, other ones with every turn.
+
+`scripts/test` has the commit choose the turn, so that a commit runs the same cases everywhere and the next one runs
+others. Tests of less than LEAST cases, and those marked `whole`, run all of theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+LEAST = 16
+# in other folders a case is a page, a command or a kernel of its own
+FOLDERS = ("tests/models/", "tests/ops/", "tests/optimizer/", "tests/unit/")
+
+
+def left_out(cases: Iterable[str], share: int, turn: str) -> set[str]:
+    """The cases that do not run.
+
+    Args:
+        cases: node ids, a test's name before the first "[".
+        share: one case in this many runs, of each test.
+        turn: any text; another one chooses other cases.
+    """
+    tests: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        if case.startswith(FOLDERS):
+            tests[case.partition("[")[0]].append(case)
+    found: set[str] = set()
+    for every in tests.values():
+        if len(every) >= LEAST:
+            # in an order that follows no parameter: with every third case some values would never meet
+            every.sort(key=lambda case: hashlib.sha256(f"{turn} {case}".encode()).digest())
+            found.update(every[-(-len(every) // share) :])
+    return found
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the cases that do not run out of those collected, as `--share` and `--turn` ask."""
+    share = config.getoption("--share")
+    sampled = [item.nodeid for item in items if item.get_closest_marker("whole") is None]
+    out = left_out(sampled, share, config.getoption("--turn"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    items[:] = [item for item in items if item.nodeid not in out]
+
+
+def note(config: pytest.Config) -> str:
+    """The line that says so, at the end of a run; "" where all cases run."""
+    share, turn = config.getoption("--share"), config.getoption("--turn")
+    if share == 1:
+        return ""
+    return (
+        f"of tests with {LEAST} cases or more in {', '.join(FOLDERS)} one case in {share} runs, chosen by {turn[:9]}: "
+        "scripts/test --whole runs all"
+    )
