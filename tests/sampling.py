@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pytest
 
-LEAST = 16
+LEAST = 8
 # in other folders a case is a page, a command or a kernel of its own
 FOLDERS = ("tests/models/", "tests/ops/", "tests/optimizer/", "tests/unit/")
 
