@@ -1,7 +1,7 @@
 """Which cases of large tests a run takes: with `--share N` one in N, other ones with every turn.
 
 `scripts/test` has the commit choose the turn, so that a commit runs the same cases everywhere and the next one runs
-others. Tests of less than LEAST cases, and those marked `whole`, run all of theirs.
+others. A test of fewer than LEAST cases, or one marked `whole`, runs all of its cases.
 """
 
 from __future__ import annotations
