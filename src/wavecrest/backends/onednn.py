@@ -30,15 +30,14 @@ ACTIVATIONS: dict[str | None, tuple[str, str]] = {
 }
 
 
-# Dynamo does not trace these questions
+# asked once, by an operation of PyTorch's, which whoever counts or records operations would see
+HAS_BFLOAT16 = hardware.onednn_multiplies(torch.bfloat16)
+
+
+# Dynamo does not trace the question
 @constant_in_graphs
 def _is_there() -> bool:
     return hardware.onednn_multiplies(torch.float32)
-
-
-@constant_in_graphs
-def _has_bfloat16() -> bool:
-    return hardware.onednn_multiplies(torch.bfloat16)
 
 
 def refuse(call: GemmCall) -> str | None:
@@ -49,7 +48,7 @@ def refuse(call: GemmCall) -> str | None:
         return "ends in gelu, gelu_tanh or silu alone: its relu makes 0 of NaN"
     if call.a.dtype not in (torch.float32, torch.bfloat16) or not call.a.dtype == call.b.dtype == call.dtype:
         return "takes float32 and bfloat16, one dtype for all"
-    if call.dtype == torch.bfloat16 and not _has_bfloat16():
+    if call.dtype == torch.bfloat16 and not HAS_BFLOAT16:
         return "has no bfloat16 on this CPU: on x86 it needs AVX-512"
     if reason := more_than_linear(call):
         return reason
