@@ -174,6 +174,15 @@ def _seconds_of_processes(run: RunState, pairs: int) -> float:
     return loading + rounds_of_loading(run.context, pairs) * compiling
 
 
+def loading(together: int, memory: int) -> str:
+    """The note of a measurement whose first pairs are not all loaded together; `memory`: bytes that a pair takes."""
+    count = f"{2 * together} at a time" if together else "one by one"
+    return (
+        f"the fresh processes were loaded {count}: a pair takes {memory / 1e9:.0f} GB and two processors, and no more "
+        "were free"
+    )
+
+
 def _in_processes(run: RunState, source: copies.Source) -> Claim:
     seconds = final_seconds(run)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
@@ -183,10 +192,7 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
     memory = memory_of(run.workload, calls=calls) + memory_of(run.workload, run.current, calls)
     together = pairs_together(device, memory)
     if device != "cpu" and together < min(LOOKS):
-        run.ledger.note(
-            f"the fresh processes are loaded {f'{2 * together} at a time' if together else 'one by one'}: with both "
-            f"models a pair takes {memory / 1e9:.0f} GB, and no more is free"
-        )
+        run.ledger.note(loading(together, memory))
     spent: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
