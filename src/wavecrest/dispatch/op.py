@@ -61,6 +61,9 @@ class _Bound:
 # (backend, its configuration, source, reason, backends that refused with their reasons)
 _Choice = tuple[Backend[Any, Any], Config | None, Source, str, tuple[tuple[str, str], ...]]
 
+# a backend, its configuration, source and reason, by key
+Pins = dict[Key, tuple[str, Config | None, Source, str]]
+
 # decisions by key, what runs calls by signature, decisions of traced calls
 Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, Decision]]
 
@@ -121,7 +124,7 @@ class Op(Generic[C, R]):
     op_class: str = "row"
     backends: dict[str, Backend[C, R]] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)
-    _pins: dict[Key, tuple[str, Config | None, Source, str]] = field(default_factory=dict)
+    _pins: Pins = field(default_factory=dict)
     _bound: dict[tuple[Any, ...], _Bound] = field(default_factory=dict)
     # decisions made while Dynamo traced a call; their compiled calls are not counted
     _traced: dict[Key, Decision] = field(default_factory=dict)
@@ -358,6 +361,11 @@ class Op(Generic[C, R]):
         Op.epoch += 1
         self._cache, self._bound, self._traced = decisions or ({}, {}, {})
         return now
+
+    def swap_pins(self, pins: Pins) -> Pins:
+        """Put pins in place of those there are, which are returned; decisions stay, so that they go with `swap`."""
+        before, self._pins = self._pins, pins
+        return before
 
     def run(self, backend: str, call: C, *, config: Config | None = None) -> R:
         """Run one named backend, whatever the dispatcher would choose (tests, benchmarks, tuning).

@@ -14,6 +14,7 @@ from wavecrest.errors import PlanError, PlanMismatch, PlanWarning, StepRefused, 
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
+from wavecrest.optimizer.steps.params import MOST_SETTING
 from wavecrest.records import decode
 from wavecrest.records.renamed import current_backend
 
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from wavecrest.measure.workload import Workload
     from wavecrest.records import DecisionRow, StepOutcome
 
-# the least value of settings that may not be 0, and the most of any: tiles have some thousand elements
+# the least value of settings that may not be 0
 LEAST = {"num_warps": 1, "num_ctas": 1}
-MOST_SETTING = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

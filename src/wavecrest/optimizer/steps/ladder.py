@@ -48,6 +48,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_xlstm import ReplaceXlstm
     from wavecrest.optimizer.steps.route_linear import RouteLinear
     from wavecrest.optimizer.steps.tunable_op import TunableOp
+    from wavecrest.optimizer.steps.tune_launches import TuneLaunches
     from wavecrest.optimizer.steps.unpad import Unpad
     from wavecrest.optimizer.steps.window_conv import WindowConvolution
 
@@ -82,6 +83,7 @@ def _steps() -> dict[str, Step]:
         FuseAppend(),
         FuseResidual(),
         FuseAddNorm(),
+        TuneLaunches(),
         JoinTies(step_by_id),
         *fusion_steps(),
         *compile_steps(thorough=True),

@@ -12,6 +12,8 @@ from pydantic import Field
 
 # dotted paths of modules; "" is the model itself
 Modules = list[str]
+# the most of any setting of a configuration: tiles have some thousand elements
+MOST_SETTING = 1 << 16
 # a cell of a file of lines: no comma, no quote, no line end
 Line = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+ -]{1,100}$")]
 
@@ -175,6 +177,20 @@ class TunedFile(Params):
 
     validators: Annotated[list[Annotated[list[Line], Field(min_length=2, max_length=2)]], Field(min_length=1)]
     rows: Annotated[list[Annotated[list[Line], Field(min_length=4, max_length=4)]], Field(min_length=1)]
+
+
+class Launch(Params):
+    """The key of a GEMM's calls, and the backend and configuration that they run on."""
+
+    key: Annotated[list[int | str | bool | None], Field(min_length=1)]
+    backend: str
+    config: dict[str, Annotated[int, Field(ge=0, le=MOST_SETTING)]] = Field(default_factory=dict)
+
+
+class Launches(Params):
+    """What calls of GEMMs run on."""
+
+    rows: Annotated[list[Launch], Field(min_length=1)]
 
 
 class Candidates(Params):
