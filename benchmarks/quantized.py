@@ -32,6 +32,7 @@ from wavecrest.optimizer import api
 from wavecrest.optimizer.gate.snapshot import in_parts
 from wavecrest.optimizer.options import Options
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.base import TREE
 from wavecrest.profile import measure_ceilings
 from wavecrest.quantizer.layers import SCHEMES
 from wavecrest.records import files, provenance
@@ -92,7 +93,9 @@ def with_steps(workload: Workload, names: list[str]) -> nn.Module:
     applied, device = AppliedSteps(), hardware.detect(workload.device)
     for name in names:
         step = step_by_id(name)
-        found = step.find(StepContext(workload, device, model=build(workload.model, applied)))
+        context = StepContext(workload, device, model=build(workload.model, applied.only(*TREE)))
+        context.compiled, context.captured = applied.compiled, bool(applied.only("capture").steps)
+        found = step.find(context)
         if not found.sites:
             raise StepRefused(f"{name}: {found.note}")
         applied = applied.plus(step, found.params)

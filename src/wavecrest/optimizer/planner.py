@@ -310,9 +310,11 @@ class Planner:
         return step.phase == "compile" or captures
 
     def _ground(self, step: Step) -> object:
-        """All that a step's sites depend on: the steps in force that change modules, what is compiled, and ties."""
+        """What a step's sites depend on: the steps in force that change modules, what is compiled or captured, ties."""
         uncapturable = step.phase == "capture" and self._is_uncapturable
-        return self.run.ledger.applied.only(*TREE), self._compiled, uncapturable, self._ties if step.joins else ()
+        applied = self.run.ledger.applied
+        captured = step.in_graphs and bool(applied.only("capture").steps)
+        return applied.only(*TREE), self._compiled, uncapturable, captured, self._ties if step.joins else ()
 
     @property
     def _ties(self) -> tuple[tuple[str, float], ...]:

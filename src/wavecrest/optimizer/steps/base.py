@@ -169,6 +169,7 @@ class Step:
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
         joins: it applies steps that tied together; its sites depend on `StepContext.ties` too.
+        in_graphs: it looks for its sites where a capture is in force.
         eager_only: sizes depend on values in what it makes, so that it excludes compilation and capture, and they it.
     """
 
@@ -182,6 +183,7 @@ class Step:
     searches: bool = False
     cures: Sequence[CauseKind] = ()
     joins: bool = False
+    in_graphs: bool = False
     eager_only: bool = False
 
     def check_params(self, params: dict[str, Any]) -> list[str]:

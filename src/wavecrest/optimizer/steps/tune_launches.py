@@ -67,7 +67,7 @@ class Tuned(NamedTuple):
 
 
 class TuneLaunches(Step):
-    """GEMMs of up to 64 rows of a captured model on the backends and configurations with which its replay is shortest."""
+    """GEMMs of few rows of a captured model on the backends and configurations with which its replay is shortest."""
 
     id = "tune_launches"
     title = "GEMM launches → tuned in the graph"
@@ -75,6 +75,7 @@ class TuneLaunches(Step):
     phase = "library"
     group = "tune_launches"
     params_type = Launches
+    in_graphs = True
     # they change the GEMMs, or what runs beside them
     tried_after = (
         "capture", "quantize", "fuse_qkv", "fuse_gate_up", "fuse_parallel", "route_linear", "choose_linear",
