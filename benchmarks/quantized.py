@@ -69,8 +69,8 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
     if not form and options.no_original:
         return workload, model, row
     if options.steps:
-        stepped = with_steps(workload, options.steps.split(","))
-        return workload, stepped, row | {"kept": options.steps.split(","), "captured": is_captured(stepped)}
+        stepped, found = with_steps(workload, options.steps.split(","))
+        return workload, stepped, row | {"kept": list(found), "found": found, "captured": is_captured(stepped)}
     done = api.run(workload, Options(budget=options.budget, skip=("environment",)))
     row |= {
         "optimize_s": round(time.perf_counter() - begin, 1), "kept": done.plan.stack,
@@ -84,13 +84,14 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
     return workload, done.model, row
 
 
-def with_steps(workload: Workload, names: list[str]) -> nn.Module:
-    """The model with these steps, one after the other, none of them measured.
+def with_steps(workload: Workload, names: list[str]) -> tuple[nn.Module, dict[str, Row]]:
+    """The model with these steps, one after the other, none of them judged; and what each found.
 
     Raises:
         StepRefused: one finds nothing to change.
     """
     applied, device = AppliedSteps(), hardware.detect(workload.device)
+    told: dict[str, Row] = {}
     for name in names:
         step = step_by_id(name)
         context = StepContext(workload, device, model=build(workload.model, applied.only(*TREE)))
@@ -99,7 +100,8 @@ def with_steps(workload: Workload, names: list[str]) -> nn.Module:
         if not found.sites:
             raise StepRefused(f"{name}: {found.note}")
         applied = applied.plus(step, found.params)
-    return build(workload.model, applied)
+        told[name] = {"sites": len(found.sites), "note": found.note}
+    return build(workload.model, applied), told
 
 
 def main() -> int:
