@@ -6,7 +6,7 @@ heads that share a head of keys are rows of one tile, so that the cache is read 
 
 from __future__ import annotations
 
-from wavecrest.ops.common.device import LOG2_E, SECTOR, pdl_launch_dependents, pdl_wait, prefetch_l2
+from wavecrest.ops.common.device import LOG2_E, pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.ptx import (
     INT4_BF16,
     INT4_FP16,
@@ -21,8 +21,6 @@ from wavecrest.ops.common.widen import narrowed, widened
 LN_2 = tl.constexpr(0.6931471805599453)
 # weights of float16 are 2¹⁵ times as large: none that counts beside 1, over any number of keys, is below its range
 LIFT = tl.constexpr(15.0)
-# tiles of keys that a program that starts early has brought to the L2 cache
-FETCHED = tl.constexpr(2)
 
 # e4m3 of two elements of two keys as 16-bit floats, an instruction for two of them
 _E4M3_PAIRS = """{ .reg .b32 x0, x1; .reg .b16 h0, h1, l0, l1; .reg .f32 f0, f1;
@@ -469,16 +467,6 @@ def _hidden(starts_ptr, at, seqlen_k, STARTS: tl.constexpr):  # type: ignore[no-
     return hidden
 
 
-@triton.jit
-def _fetch_keys(ptr, first, last, stride, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have COUNT rows of a cache from `first` on, below `last`, brought to the L2 cache; `size`: their columns."""
-    each: tl.constexpr = SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    rows = first + tl.arange(0, COUNT)
-    cols = tl.arange(0, BLOCK // each if each <= BLOCK else 1) * each
-    wanted = (rows < last)[:, None] & (cols < size)[None, :]
-    prefetch_l2(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], wanted)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _decoding_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, lens_ptr, starts_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr,
@@ -492,13 +480,11 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr,
-    PAIRS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK,
+    PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
+    HALF: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
-
-    EARLY: as in `common.pdl`; above 1 it fetches the first tiles of keys and values.
 
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
@@ -508,25 +494,14 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     """
     STORED: tl.constexpr = v_ptr.dtype.element_ty
     V_ALIGN: tl.constexpr = KV_ALIGN // 2 if PAIRS else KV_ALIGN
+    if PAIRS:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     split = tl.program_id(0) % splits
     block_m = tl.program_id(0) // splits
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)
-    if EARLY:
-        if EARLY > 1 and not PAGED:
-            # of new tokens too, which the launch before writes
-            PARTS: tl.constexpr = GROUPS if GROUPS > 0 else 1
-            k_at = (sequence * stride_kp + kv_head * stride_kh) * KV_ALIGN
-            v_at = (sequence * stride_vp + kv_head * stride_vh) * KV_ALIGN
-            size_k = d_units * D_ALIGN * PARTS
-            size_v = dv_units * DV_ALIGN * PARTS
-            _fetch_keys(k_ptr + k_at, split * CHUNK, page, stride_kt * KV_ALIGN, size_k, FETCHED * BLOCK_N, BLOCK_D)
-            _fetch_keys(v_ptr + v_at, split * CHUNK, page, stride_vt * KV_ALIGN, size_v, FETCHED * BLOCK_N, BLOCK_DV)
-        pdl_wait(True)
     # `_joining_kernel`
     pdl_launch_dependents(PDL and SPLIT)
-    if PAIRS:
-        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     seqlen_k = tl.load(lens_ptr + sequence * stride_len)
     begin = split * CHUNK
     end = tl.minimum(begin + CHUNK, seqlen_k)
@@ -682,7 +657,6 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
         ROUNDS, PAIRS, HALF, AHEAD, STORED, BLOCK_N,
     )  # fmt: skip
-    pdl_launch_dependents(PDL and not SPLIT)
     low = acc[0]
     high = acc[0]
     Dv = dv_units * DV_ALIGN
@@ -733,7 +707,6 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One row of the result from those of its splits, BLOCK_S of them at a time, in their order."""
     pdl_wait(PDL)
-    pdl_launch_dependents(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import tl, triton
 
@@ -119,13 +118,9 @@ def _append_kernel(  # type: ignore[no-untyped-def]
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     stride_kzp, stride_kzt, stride_kzh, stride_vzp, stride_vzt, stride_vzh,
     APPEND: tl.constexpr, STYLE: tl.constexpr, PAGED: tl.constexpr, SCALED: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One token and head: of the first `writers` heads a key and a value to the caches, of those after them a query."""
-    pdl_wait(EARLY > 0)
-    # `_decoding_kernel`
-    pdl_launch_dependents(PDL)
     row = tl.program_id(0)
     sequence = (row // seqlen_q).to(tl.int64)
     token = row % seqlen_q

@@ -31,8 +31,6 @@ LEAST_SHARED = 64
 HARDLY_MORE = 1.125
 # splits that are put together at a time
 JOINED = 16
-# EARLY of the launch over keys behind the append, whose wait hides the way of keys to the L2 cache
-FETCHES = 2
 
 
 class Plan(NamedTuple):
@@ -146,8 +144,8 @@ def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ..
     )
 
 
-def append(call: FlashDecodingCall, turned: Tensor, early: int, overlaps: bool) -> _launcher.Launch:
-    """The launch that rotates queries and writes new keys and values: a program a token and head; `early`: EARLY."""
+def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
+    """The launch that rotates queries and writes new keys and values: a program a token and head."""
     writers = 0 if call.k is None else call.kv_heads
     groups = max(1, call.groups)
     size_k, size_v = call.k_cache.shape[3] // groups, call.v_cache.shape[3] // groups
@@ -169,9 +167,9 @@ def append(call: FlashDecodingCall, turned: Tensor, early: int, overlaps: bool) 
             "SCALED": call.k_scale is not None and not call.by_token, "TOKENS": call.by_token,
             "GROUPS": call.groups, "LARGEST": LARGEST.get(call.k_cache.dtype, 0.0),
             "BLOCK_Q": _layout.power_of_two(call.head_dim), "BLOCK_K": _layout.power_of_two(size_k) * groups,
-            "BLOCK_V": _layout.power_of_two(size_v) * groups, "PDL": overlaps, "EARLY": early,
+            "BLOCK_V": _layout.power_of_two(size_v) * groups,
         },
-        Config(num_warps=1, **({"launch_pdl": 1} if early else {})),
+        Config(num_warps=1),
     )  # fmt: skip
 
 
@@ -207,11 +205,7 @@ def plan(
 
     Where queries are rotated they are read from memory [B, T, Hq, D] without gaps.
     """
-    overlaps, (early, options) = _pdl.overlaps(arch), _pdl.start_of(config, arch)
-    before = append(call, call.q, early, overlaps) if call.prepares else None
-    if before is not None and overlaps and FETCHES:
-        # the second launch of a call
-        early, options = FETCHES, Config(**{**options.kwargs, "launch_pdl": 1})
+    before = append(call, call.q) if call.prepares else None
     if call.cos is not None:
         call = call._replace(q=torch.empty(call.q.shape, dtype=call.q.dtype, device="meta"))
     chunk, keys = chunk_of(call, config), config["BLOCK_N"]
@@ -229,7 +223,7 @@ def plan(
     paged = call.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
     left = call.capacity if call.window < 0 else min(call.window, call.capacity)
-    narrow, nvidia = _narrow(call, arch), _is_nvidia(arch)
+    overlaps, narrow, nvidia = _pdl.overlaps(arch), _narrow(call, arch), _is_nvidia(arch)
     # with operands in shared memory pairs gain nothing, and of two products of 32 columns behind each other's ends one
     # was wrong: ptxas 12.8 makes their addresses of a register that it has not set (every case of one H200, 2026-11-25)
     least_pairs = 2 * (LEAST_SHARED if _multiplies_shared(arch, config) else LEAST_BLOCK)
@@ -261,10 +255,10 @@ def plan(
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
             "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
-            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk, "EARLY": early,
+            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
         },
         # a number that torch.compile keeps open is no part of a configuration
-        Config(**{name: given for name, given in options.kwargs.items() if name != "CHUNK"}),
+        Config(**{name: given for name, given in config.kwargs.items() if name != "CHUNK"}),
     )  # fmt: skip
     if splits == 1:
         return Plan(before, first, None, None)

@@ -162,24 +162,28 @@ class _Graph:
         self._context = context
         self._model = structural_copy(context.model)
         self._watch = timing.Stopwatch(context.workload.device)
-        self._first: dict[str, list[Tensor]] = {}
+        # of each bucket the first capture's answer, and how far another may be from it
+        self._first: dict[str, tuple[list[Tensor], float]] = {}
 
     def record(self, chosen: Mapping[Key, Choice]) -> CapturedModule:
-        """Capture all buckets, and compare their answers with the first capture's.
+        """Capture all buckets, and hold their answers to the first capture's.
 
         Raises:
-            StepRefused: an answer is another than before.
+            StepRefused: an answer is further from the first than that may be from the model's as it was.
         """
         workload, capture = self._context.workload, CaptureGraph()
         captured: Any = capture.apply(self._model, capture.find(self._context).params)
-        limit = numerics.tolerance("model", workload.dtype).relative
         for bucket in workload.buckets:
             with Choices(op, chosen, "tried in the model's graph"):
-                answer = [tensor for _, tensor in iter_tensors("", workload.run(bucket, captured), set())]
-            for mine, first in zip(answer, self._first.setdefault(bucket, answer), strict=True):
-                compared = numerics.compare(mine, first)
-                if not compared.nonfinite_match or compared.relative > limit:
-                    raise StepRefused(f"bucket {bucket}: the answer is off by {compared.relative:.2g}")
+                answer = _tensors(workload.run(bucket, captured))
+            if bucket not in self._first:
+                own = _apart(answer, _tensors(workload.run(bucket)))
+                limit = max(numerics.tolerance("model", workload.dtype).relative, own)
+                self._first[bucket] = answer, limit
+            first, limit = self._first[bucket]
+            apart = _apart(answer, first)
+            if not apart <= limit:
+                raise StepRefused(f"bucket {bucket}: the answer is off by {apart:.2g}, more than {limit:.2g}")
         return captured  # type: ignore[no-any-return]
 
     def times(self, *models: CapturedModule) -> list[float]:
@@ -195,6 +199,16 @@ class _Graph:
                     kept.append(self._watch.time(call)[0])
             totals = [total + statistics.median(kept) for total, kept in zip(totals, taken, strict=True)]
         return totals
+
+
+def _tensors(answer: Any) -> list[Tensor]:
+    return [tensor for _, tensor in iter_tensors("", answer, set())]
+
+
+def _apart(answer: list[Tensor], other: list[Tensor]) -> float:
+    """The largest ‖difference‖ / ‖other‖ of tensors; infinite where one is not finite and the other is."""
+    found = [numerics.compare(mine, its) for mine, its in zip(answer, other, strict=True)]
+    return max((one.relative if one.nonfinite_match else float("inf") for one in found), default=0.0)
 
 
 def search(fields: Mapping[Key, list[Choice]], graph: Any, has_time: Callable[[], bool]) -> Tuned:
