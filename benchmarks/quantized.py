@@ -1,7 +1,7 @@
 """A model of the zoo with its linear layers in 8 and 4 bits, each optimized, beside the optimized model itself.
 
     python -m benchmarks.quantized [--model NAME] [--formats int8 fp8 int4] [--budget 40] [--out FILE.jsonl.gz]
-                                   [--no-original] [--steps fuse_qkv,capture]
+                                   [--no-original] [--steps fuse_qkv,capture] [--logits int8 int4]
 
 All variants share the weights that are not quantized, and take turns in one process. `wavecrest.optimize` is held to
 the answers of the quantized model; how far these are from the original's is in `error`. A bound is the time of reading
@@ -37,6 +37,8 @@ from wavecrest.profile import measure_ceilings
 from wavecrest.quantizer.layers import SCHEMES
 from wavecrest.records import files, provenance
 
+# behind a format: of the logits too, which `quantize` leaves as they are unless it is asked
+LOGITS = " with logits"
 # bytes that 1 GB/s moves in a millisecond
 BYTES_A_MS = 1e6
 
@@ -59,7 +61,7 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
     model, row = structural_copy(base), Row(variant=form or "original")
     begin = time.perf_counter()
     if form:
-        quantized = wavecrest.quantize(model, form)
+        quantized = wavecrest.quantize(model, form.removesuffix(LOGITS), keep=("!lm_head",) if LOGITS in form else ())
         quantized.forget()
         model = quantized.model
         row |= {"layers": len(quantized.formats), "quantize_s": round(time.perf_counter() - begin, 1)}
@@ -69,7 +71,7 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
     if not form and options.no_original:
         return workload, model, row
     if options.steps:
-        stepped, found = with_steps(workload, options.steps.split(","))
+        stepped, found = with_steps(workload, options.steps.split(","), options.budget)
         return workload, stepped, row | {"kept": list(found), "found": found, "captured": is_captured(stepped)}
     done = api.run(workload, Options(budget=options.budget, skip=("environment",)))
     row |= {
@@ -84,8 +86,8 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
     return workload, done.model, row
 
 
-def with_steps(workload: Workload, names: list[str]) -> tuple[nn.Module, dict[str, Row]]:
-    """The model with these steps, one after the other, none of them judged; and what each found.
+def with_steps(workload: Workload, names: list[str], seconds: float) -> tuple[nn.Module, dict[str, Row]]:
+    """The model with these steps, one after the other, none of them judged; and what each found, with `seconds` left.
 
     Raises:
         StepRefused: one finds nothing to change.
@@ -95,6 +97,7 @@ def with_steps(workload: Workload, names: list[str]) -> tuple[nn.Module, dict[st
     for name in names:
         step = step_by_id(name)
         context = StepContext(workload, device, model=build(workload.model, applied.only(*TREE)))
+        context.seconds_left = seconds
         context.compiled, context.captured = applied.compiled, bool(applied.only("capture").steps)
         found = step.find(context)
         if not found.sites:
@@ -109,8 +112,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b-decode", help="of the zoo (default llama-8b-decode)")
     parser.add_argument("--formats", nargs="+", choices=tuple(SCHEMES), default=["int8", "fp8", "int4"])
+    parser.add_argument("--logits", nargs="+", choices=tuple(SCHEMES), default=[], help="and these, of logits too")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each wavecrest.optimize (default 40)")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each variant (default 40)")
     parser.add_argument("--steps", help="apply these steps to each variant, in place of wavecrest.optimize")
     parser.add_argument(
         "--no-original", action="store_true", help="of the model as it is, take the answers alone: no optimize, no time"
@@ -125,7 +129,7 @@ def main() -> int:
     base, finish = entry.module(Site(device.torch_name, size, options.tiny))
     calls, rows = {}, {}
     original: Tensor | None = None
-    for form in ("", *options.formats):
+    for form in ("", *options.formats, *(form + LOGITS for form in options.logits)):
         workload, model, row = made(base, finish, form, options)
         (bucket,) = workload.buckets
         answer = workload.run(bucket)

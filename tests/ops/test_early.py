@@ -291,7 +291,7 @@ def test_the_next_launch_may_start_when_this_one_is_nearly_over(name: str, noted
 @pytest.mark.parametrize("name", CALLS)
 def test_the_first_launch_starts_no_earlier_than_it_is_told(name: str, noted: list[Program]) -> None:
     call = CALLS[name]()
-    run(call, None)
+    run(call, 0)
     first = noted[0].kernel
     for program in noted:
         waits = program.events.count("wait")
@@ -467,10 +467,13 @@ def test_nor_do_they_in_the_interpreter_and_inside_compiled_graphs(monkeypatch: 
     assert _pdl.start_of(config, ARCHS["sm_90"]) == (0, multiply(16, 32))
 
 
-def test_it_is_off_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemv_and_row_ops_start_early_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     first, second = planned(multiply(16, 32, split=2), "sm_90")
-    assert first.constants["EARLY"] == 0 and "launch_pdl" not in first.config
+    assert first.constants["EARLY"] == 1 and first.config["launch_pdl"] == 1
+    assert _pdl.start_of(multiply(16, 32), ARCHS["sm_90"]) == (0, multiply(16, 32))
+    named, _ = planned(with_early(multiply(16, 32, split=2), 0), "sm_90")
+    assert named.constants["EARLY"] == 0 and "launch_pdl" not in named.config
     # the sum of parts is right behind what it waits for, and was measured so
     assert first.constants["PDL"] and second.config["launch_pdl"] == 1
 

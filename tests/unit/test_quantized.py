@@ -6,13 +6,17 @@ from argparse import Namespace
 
 import pytest
 import torch
-from benchmarks.quantized import made, size_of
+from benchmarks.quantized import LOGITS, made, size_of
 from benchmarks.zoo.registry import Site, entries
 from torch import nn
 
 from wavecrest import quantize
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import from_example
+
+
+def options(steps: str) -> Namespace:
+    return Namespace(steps=steps, no_original=True, budget=40.0)
 
 
 class Words(nn.Module):
@@ -39,7 +43,7 @@ def test_weights_count_once_packed_ones_as_stored_and_tables_where_they_are_mult
 def test_steps_by_name_change_a_quantized_model_and_a_step_without_sites_is_refused() -> None:
     entry = entries()["llama-8b-decode"]
     base, finish = entry.module(Site("cpu", entry.size("cpu", tiny=True), True))
-    workload, model, row = made(base, finish, "int8", Namespace(steps="fuse_qkv,fuse_gate_up", no_original=True))
+    workload, model, row = made(base, finish, "int8", options(steps="fuse_qkv,fuse_gate_up"))
     (bucket,) = workload.buckets
     assert row["kept"] == ["fuse_qkv", "fuse_gate_up"] and not row["captured"] and row["layers"] > 0
     before, after = (sum(type(one).__name__ == "Linear" for one in each.modules()) for each in (workload.model, model))
@@ -47,4 +51,13 @@ def test_steps_by_name_change_a_quantized_model_and_a_step_without_sites_is_refu
     torch.testing.assert_close(workload.run(bucket, model), workload.run(bucket))
     # joined once, there is nothing left to join
     with pytest.raises(StepRefused, match=r"^fuse_qkv: "):
-        made(base, finish, "int8", Namespace(steps="fuse_qkv,fuse_qkv", no_original=True))
+        made(base, finish, "int8", options(steps="fuse_qkv,fuse_qkv"))
+
+
+def test_logits_are_quantized_where_they_are_asked_for() -> None:
+    entry = entries()["llama-8b-decode"]
+    base, finish = entry.module(Site("cpu", entry.size("cpu", tiny=True), True))
+    _, _, plain = made(base, finish, "int8", options(steps="fuse_qkv"))
+    _, _, all_ = made(base, finish, "int8" + LOGITS, options(steps="fuse_qkv"))
+    assert (plain["variant"], all_["variant"]) == ("int8", "int8 with logits")
+    assert all_["layers"] == plain["layers"] + 1 and all_["bytes"] < plain["bytes"]

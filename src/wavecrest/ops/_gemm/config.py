@@ -238,7 +238,7 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
     return hopper_blocks(halves=halves, group=16)
 
 
-def hopper_words(columns: int = 16, warps: int = 8, ahead: int = 2, early: int = 0) -> Config:
+def hopper_words(columns: int = 16, warps: int = 8, ahead: int = 2, early: int = 1) -> Config:
     """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time."""
     return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1)
 

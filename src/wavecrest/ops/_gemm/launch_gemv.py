@@ -63,7 +63,7 @@ def _words(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch 
         raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} has no whole units of {INT4_UNIT} columns")
     bias, residual, scale_a, scale_b, _, out_scale = _launch.other_tensors(call)
     align_n, steps = _launch.column_unit(call), _layout.ceil_div(call.K, config["BLOCK_K"])
-    early, options = _pdl.start_of(config, arch)
+    early, options = _pdl.start_of(config, arch, _pdl.EARLY)
     first = _launcher.Launch(
         _words_kernel,
         (_layout.ceil_div(call.N, config["BLOCK_N"]),),
@@ -109,7 +109,7 @@ def gemv(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch | 
     columns = call.N - call.tails
     align_n = _layout.alignment(columns, (0, 0, 0))
     steps = _layout.ceil_div(_layout.ceil_div(call.K, config["BLOCK_K"]), split)
-    early, options = _pdl.start_of(config, arch)
+    early, options = _pdl.start_of(config, arch, _pdl.EARLY)
     tail_k = _tail_steps(call, config) if call.tails else 1
     first = _launcher.Launch(
         _multiply_kernel,

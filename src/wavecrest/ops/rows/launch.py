@@ -85,7 +85,7 @@ def launch(
     columns = x.shape[-1]
     align = _layout.alignment(columns, *strides)
     parts = parts_of(columns, config)
-    early, options = _pdl.start_of(config, arch)
+    early, options = _pdl.start_of(config, arch, _pdl.EARLY)
     return _launcher.Launch(
         _row_kernel,
         ((rows + config["BLOCK_M"] - 1) // config["BLOCK_M"] * parts,),
