@@ -28,7 +28,7 @@ TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps":
 CONFIGS = {
     "triton": TILE | {"SPLIT_K": 4, "PERSISTENT": 0, "TMA": 0},
     "triton_stream_k": TILE | {"PROGRAMS": 1, "TMA": 0},
-    "triton_gemv": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3},
+    "triton_gemv": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3, "EARLY": 0},
 }
 DECODING = {"BLOCK_M": 16, "BLOCK_N": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3}
 SPLIT = {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4}
@@ -79,6 +79,8 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     for name, op, backend, config, args in cases:
         launches = op.study.kernel(backend).launches(args, Config(**config, **more), hardware.ARCHS[arch])
         found += [(f"{name} {launch.kernel.__name__}", launch) for launch in launches]
+    append = registry.get("flash_decoding").study.compile_cases(hardware.ARCHS[arch])["append"]
+    found.append((f"append {append.kernel.__name__}", append))
     config = {"BLOCK_M": 1, "BLOCK_N": 4096, "PACKED": 0, "num_warps": 8}
     launch = norm.study.compile_cases(hardware.ARCHS[arch], Config(**config, **more))["N=4096"]
     return [*found, (f"norm {launch.kernel.__name__}", launch)]

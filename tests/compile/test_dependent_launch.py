@@ -72,6 +72,12 @@ def waits_first(code: str) -> int:
     return start
 
 
+def test_so_does_the_append_by_default_which_fetches_nothing(kernels: dict[str, Any]) -> None:
+    found = kernels["early append _append_kernel"]
+    assert found["option"] and ALLOWS.search(found["code"]) and not FETCHES.search(found["code"])
+    waits_first(found["code"])
+
+
 @pytest.mark.parametrize("kernel", FIRST + SECOND)
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
 def test_others_have_no_such_launches(kernels: dict[str, Any], arch: str, kernel: str) -> None:

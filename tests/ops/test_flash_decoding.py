@@ -1108,6 +1108,41 @@ def test_append(name: str, config: str, device: str) -> None:
     assert_appended(appending(**APPENDS[name], device=device), lambda call: run(call, CONFIGS[config]))
 
 
+ADVANCES: dict[str, dict[str, Any]] = {
+    "one token": {"lens": [90, 40, 9], "dtype": BF16, "rotary": "neox"},
+    "one number": {"lens": [90, 90, 90], "dtype": BF16, "rotary": "neox"},
+    "more tokens": {"lens": [90, 40, 9], "tokens": 3, "page": 32, "keys": 96, "cache": I8, "groups": 1, "dtype": F16},
+    "other places": {"lens": [90, 40, 9], "ends": [60, 41, 64], "tokens": 2, "page": 32, "keys": 96, "rotary": "gptj"},
+    "no keys before": {"lens": [1, 2, 1], "rotary": "neox"},
+    "no place left": {"lens": [64, 64], "ends": [65, 64], "keys": 64},
+}
+
+
+@pytest.mark.parametrize("way", ["default", "chunks of 32", "one chunk", "torch", "reference"])
+@pytest.mark.parametrize("name", ADVANCES)
+def test_tokens_before_are_moved_on(name: str, way: str, device: str) -> None:
+    """As `append_lens` behind the new tokens, and these are added to them, once each."""
+    one = appending(**ADVANCES[name], beyond=0.0, device=device)
+    two = FlashDecodingCall(*(part.clone() if isinstance(part, Tensor) else part for part in one))
+    ends = one.new_lens.clone()
+    # others' numbers around them
+    lens = torch.full((2 * len(ends),), 7, dtype=torch.int32, device=device)
+    before = lens[:1].expand(len(ends)) if name == "one number" else lens[::2]
+    lens[::2] = ends - one.seqlen_q
+    two = two._replace(append_lens=before, advance=True)
+    how = {"config": CONFIGS[way]} if way in CONFIGS else {"backend": way}
+    try:
+        expected = run(one, **how)
+    except Unsupported:
+        assert way == "torch"
+        return
+    assert same_bits(run(two, **how), expected)
+    for field in WRITTEN:
+        if getattr(one, field) is not None:
+            assert same_bits(getattr(one, field), getattr(two, field)), field
+    assert before.tolist() == ends.tolist() and set(lens[1::2].tolist()) == {7}
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", APPENDS)
 def test_append_of_other_backends(name: str, backend: str, device: str) -> None:
@@ -1397,6 +1432,8 @@ def _new(**change: Any) -> dict[str, Any]:
 BAD |= {
     "places of nothing": ("pass these too", {"append_lens": torch.tensor([40, 50], dtype=torch.int32)}),
     "places of one": (r"append_lens must be int32 \[2\]", _new(append_lens=torch.tensor([40], dtype=torch.int32))),
+    "places that nobody gave": ("pass them", _new(advance=True)),
+    "a word": ("advance must be True or False", _new(advance="yes")),
     "k alone": ("k and v are written together", _new(v=None)),
     "k shape": (r"k must be torch.float32 \[2, 1, 2, 32\]", _new(k=torch.zeros(2, 2, 2, 32))),
     "v dtype": (r"v must be torch.float32 \[2, 1, 2, 32\]", _new(v=torch.zeros(2, 1, 2, 32, dtype=F16))),

@@ -229,9 +229,7 @@ def _unrotated(self: Any, query: Any, ends: Tensor) -> Any:
 
 def _stale(self: Any, query: Any, ends: Tensor) -> Any:
     call = _CALL(self, query, ends)
-    lengths = call.append_lens.clone()
-    self.layer.cumulative_length.sub_(1)
-    return call._replace(append_lens=lengths)
+    return call._replace(append_lens=call.append_lens.clone())
 
 
 _CALL = append.Appended.call

@@ -77,15 +77,19 @@ class Appended(_Held):
     def call(self, query: Unrotated, ends: Tensor) -> FlashDecodingCall:
         """The call that rotates `query` and the new keys, and appends the new keys and values to the layer's cache.
 
-        It also adds the new tokens to the layer's length, as the layer's own update does. `ends`, int32 [B]: number of
+        The new tokens are added to the layer's length too, as by the layer's own update. `ends`, int32 [B]: number of
         keys that queries see. The mask gives one number for all layers; each layer appends after its own tokens.
         """
         layer, k = self.layer, self.k
         batch, _, count, _ = query.x.shape
         length = layer.cumulative_length
-        length.add_(count)
         if self._checks:
-            torch._assert_async(length <= layer.max_cache_len, "more tokens than the key-value cache has room for")
+            room = layer.max_cache_len - count
+            torch._assert_async(length <= room, "more tokens than the key-value cache has room for")
+        # inside torch.compile the kernel gets a copy of the number
+        advance = not torch.compiler.is_compiling()
+        if not advance:
+            length.add_(count)
         q, new = query.x, k.x
         cos: Tensor | None = None
         sin: Tensor | None = None
@@ -99,6 +103,7 @@ class Appended(_Held):
         return FlashDecodingCall(
             q.transpose(1, 2), layer.keys.transpose(1, 2), layer.values.transpose(1, 2), ends,
             k=new.transpose(1, 2), v=self.v.transpose(1, 2), cos=cos, sin=sin, append_lens=_ends(length, batch),
+            advance=advance,
         )  # fmt: skip
 
     def plain(self, query: Unrotated) -> tuple[Tensor, Tensor, Tensor]:

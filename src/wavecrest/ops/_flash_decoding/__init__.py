@@ -37,6 +37,7 @@ def flash_decoding(
     sin: Tensor | None = None,
     rotary_style: str = "neox",
     append_lens: Tensor | None = None,
+    advance: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
 
@@ -77,6 +78,8 @@ def flash_decoding(
         rotary_style: which columns are a pair, "neox" (i, i + R/2) or "gptj" (2i, 2i + 1).
         append_lens: int32 [B], with k and v: they are written, and they and q are rotated, at places append_len − T + t
             in the place of seq_len − T + t. Not checked on the host: the kernel reads them.
+        advance: `append_lens` are the tokens before those of q, which are written from there on, and T is added to them
+            in place: to each once, where all sequences share one by a stride of 0. In other memory than `seq_lens`.
 
     Returns:
         [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
@@ -89,5 +92,5 @@ def flash_decoding(
     return _run(
         q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
         v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts, k, v, cos, sin, rotary_style,
-        append_lens,
+        append_lens, advance,
     )  # fmt: skip

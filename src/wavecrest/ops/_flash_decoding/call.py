@@ -48,6 +48,7 @@ class FlashDecodingCall(NamedTuple):
     sin: Tensor | None = None
     rotary_style: str = "neox"
     append_lens: Tensor | None = None
+    advance: bool = False
 
     @property
     def batch(self) -> int:
@@ -114,7 +115,7 @@ class FlashDecodingCall(NamedTuple):
 
     @property
     def new_lens(self) -> Tensor:
-        """int32 [B]: new tokens end there, in places of the cache."""
+        """int32 [B]: new tokens end there, in places of the cache; with `advance` they begin there."""
         return self.seq_lens if self.append_lens is None else self.append_lens
 
     @property
@@ -243,6 +244,10 @@ def _check_places(call: FlashDecodingCall) -> None:
         _integers(call, "append_lens", call.append_lens, (call.q.shape[0],))
         if call.k is None:
             raise _fail("append_lens says where k and v are written: pass these too")
+    if not isinstance(call.advance, bool):
+        raise _fail(f"advance must be True or False, got {call.advance!r}")
+    if call.advance and (call.append_lens is None or call.append_lens is call.seq_lens):
+        raise _fail("advance adds the new tokens to append_lens: pass them, and no seq_lens in the same memory")
     if call.block_table is not None:
         _integers(call, "block_table", call.block_table, (call.q.shape[0], None))
     elif call.k_cache.shape[0] != call.q.shape[0]:

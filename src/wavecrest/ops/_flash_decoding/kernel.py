@@ -40,7 +40,7 @@ E4M3_PAIRS_BF16 = tl.constexpr((_E4M3_PAIRS + _AS_BF16 + "}").replace("\n", " ")
 SIZES = [
     "scale", "softcap", "left", "seqlen_q", "kv_heads", "group", "page", "splits", "d_units", "dv_units",
     "stride_qb", "stride_qt", "stride_qh", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh",
-    "stride_tb", "stride_len", "stride_start", "stride_ab", "stride_ah", "stride_sink",
+    "stride_tb", "stride_len", "stride_start", "stride_ab", "stride_ah", "stride_sink", "stride_before",
     "stride_ksp", "stride_kst", "stride_ksh", "stride_vsp", "stride_vst", "stride_vsh",
     "stride_kzp", "stride_kzt", "stride_kzh", "stride_vzp", "stride_vzt", "stride_vzh", "CHUNK",
 ]  # fmt: skip
@@ -470,10 +470,10 @@ def _hidden(starts_ptr, at, seqlen_k, STARTS: tl.constexpr):  # type: ignore[no-
 @triton.jit(do_not_specialize=SIZES)
 def _decoding_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, lens_ptr, starts_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr,
-    v_shift_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr,
+    v_shift_ptr, before_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr,
     scale, softcap, left, seqlen_q, kv_heads, group, page, splits, d_units, dv_units,
     stride_qb, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    stride_tb, stride_len, stride_start, stride_ab, stride_ah, stride_sink,
+    stride_tb, stride_len, stride_start, stride_ab, stride_ah, stride_sink, stride_before,
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     stride_kzp, stride_kzt, stride_kzh, stride_vzp, stride_vzt, stride_vzh,
     PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -481,15 +481,15 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
-    HALF: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK,
+    HALF: tl.constexpr, AHEAD: tl.constexpr, ADVANCE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
 
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
     (`d_units`, `dv_units`) are the bytes of one group, and BLOCK_D and BLOCK_DV hold those of all groups.
-    PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
+    ADVANCE: at `before_ptr` are tokens before those of the call, which are added. PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
     both.
     """
     STORED: tl.constexpr = v_ptr.dtype.element_ty
@@ -502,6 +502,10 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     sequence = tl.program_id(2).to(tl.int64)
     # `_joining_kernel`
     pdl_launch_dependents(PDL and SPLIT)
+    if ADVANCE and ((tl.program_id(0) == 0) & (kv_head == 0) & ((stride_before != 0) | (sequence == 0))):
+        # by one program alone, and behind the append, whose programs have all read it
+        before_ptr += sequence * stride_before
+        tl.store(before_ptr, tl.load(before_ptr) + seqlen_q)
     seqlen_k = tl.load(lens_ptr + sequence * stride_len)
     begin = split * CHUNK
     end = tl.minimum(begin + CHUNK, seqlen_k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import tl, triton
 
@@ -118,14 +119,23 @@ def _append_kernel(  # type: ignore[no-untyped-def]
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     stride_kzp, stride_kzt, stride_kzh, stride_vzp, stride_vzt, stride_vzh,
     APPEND: tl.constexpr, STYLE: tl.constexpr, PAGED: tl.constexpr, SCALED: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr, LARGEST: tl.constexpr, ADVANCE: tl.constexpr, EARLY: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: of the first `writers` heads a key and a value to the caches, of those after them a query."""
+    """One token and head: of the first `writers` heads a key and a value to the caches, of those after them a query.
+
+    ADVANCE: lens are tokens before those of the call. EARLY: as in `common.pdl`.
+    """
+    if EARLY:
+        pdl_wait(True)
+        pdl_launch_dependents(True)
     row = tl.program_id(0)
     sequence = (row // seqlen_q).to(tl.int64)
     token = row % seqlen_q
     head = tl.program_id(1).to(tl.int64)
-    place = tl.load(lens_ptr + sequence * stride_len) - seqlen_q + token
+    place = tl.load(lens_ptr + sequence * stride_len) + token
+    if not ADVANCE:
+        place -= seqlen_q
     known = (place >= 0) & (place < table_rows)
     cos_ptr += place.to(tl.int64) * stride_cos
     sin_ptr += place.to(tl.int64) * stride_sin

@@ -114,6 +114,7 @@ def _tensors(
         q if call.v_scale is None else call.v_scale,
         q if call.k_shift is None else call.k_shift,
         q if call.v_shift is None else call.v_shift,
+        call.append_lens if call.advance and call.append_lens is not None else q,
         o,
         logarithms,
         parts,
@@ -144,8 +145,9 @@ def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ..
     )
 
 
-def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
+def append(call: FlashDecodingCall, turned: Tensor, arch: Arch | None) -> _launcher.Launch:
     """The launch that rotates queries and writes new keys and values: a program a token and head."""
+    early, options = _pdl.start_of(Config(num_warps=1), arch, _pdl.EARLY)
     writers = 0 if call.k is None else call.kv_heads
     groups = max(1, call.groups)
     size_k, size_v = call.k_cache.shape[3] // groups, call.v_cache.shape[3] // groups
@@ -167,9 +169,9 @@ def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
             "SCALED": call.k_scale is not None and not call.by_token, "TOKENS": call.by_token,
             "GROUPS": call.groups, "LARGEST": LARGEST.get(call.k_cache.dtype, 0.0),
             "BLOCK_Q": _layout.power_of_two(call.head_dim), "BLOCK_K": _layout.power_of_two(size_k) * groups,
-            "BLOCK_V": _layout.power_of_two(size_v) * groups,
+            "BLOCK_V": _layout.power_of_two(size_v) * groups, "ADVANCE": call.advance, "EARLY": early,
         },
-        Config(num_warps=1),
+        options,
     )  # fmt: skip
 
 
@@ -205,7 +207,7 @@ def plan(
 
     Where queries are rotated they are read from memory [B, T, Hq, D] without gaps.
     """
-    before = append(call, call.q) if call.prepares else None
+    before = append(call, call.q, arch) if call.prepares else None
     if call.cos is not None:
         call = call._replace(q=torch.empty(call.q.shape, dtype=call.q.dtype, device="meta"))
     chunk, keys = chunk_of(call, config), config["BLOCK_N"]
@@ -242,7 +244,7 @@ def plan(
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
             0 if call.block_table is None else call.block_table.stride(0), call.seq_lens.stride(0),
             *_strides(call.seq_starts, 1), *_strides(call.alibi_slopes, 2), *_strides(call.sinks, 1),
-            *_scale_strides(call.k_scale), *_scale_strides(call.v_scale), *_scale_strides(call.k_shift),
+            call.new_lens.stride(0), *_scale_strides(call.k_scale), *_scale_strides(call.v_scale), *_scale_strides(call.k_shift),
             *_scale_strides(call.v_shift),
         ),
         {
@@ -254,7 +256,7 @@ def plan(
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
-            "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
+            "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2, "ADVANCE": call.advance,
             "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
         },
         # a number that torch.compile keeps open is no part of a configuration

@@ -95,7 +95,7 @@ def appended(call: FlashDecodingCall) -> FlashDecodingCall:
     """The same call with q rotated and without k and v, which are rotated, rounded and written to the caches here."""
     q, k, v = call.q, call.k, call.v
     token = torch.arange(call.seqlen_q, device=q.device)
-    places = call.new_lens[:, None] - call.seqlen_q + token
+    places = call.new_lens[:, None] - (0 if call.advance else call.seqlen_q) + token
     if call.cos is not None and call.sin is not None:
         q = _rope(RopeCall(q, call.cos, call.sin, places, call.rotary_style))
         k = None if k is None else _rope(RopeCall(k, call.cos, call.sin, places, call.rotary_style))
@@ -103,7 +103,11 @@ def appended(call: FlashDecodingCall) -> FlashDecodingCall:
         owners = _owners(call, places)
         _write(call, owners, k, call.k_cache, call.k_scale, call.k_shift)
         _write(call, owners, v, call.v_cache, call.v_scale, call.v_shift)
-    return call._replace(q=q, k=None, v=None, cos=None, sin=None, append_lens=None)
+    if call.advance and call.append_lens is not None and call.batch > 0:
+        # one number for all sequences counts once
+        lens = call.append_lens if call.append_lens.stride(0) else call.append_lens[:1]
+        lens.add_(call.seqlen_q)
+    return call._replace(q=q, k=None, v=None, cos=None, sin=None, append_lens=None, advance=False)
 
 
 def _owners(call: FlashDecodingCall, places: Tensor) -> Tensor:

@@ -30,14 +30,14 @@ class _Sizes(NamedTuple):
 
 def _call(
     sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
-    groups: int = 0, padded: int = 0, append: bool = False, rotary: str = "",
+    groups: int = 0, padded: int = 0, append: bool = False, advance: bool = False, rotary: str = "",
     table: torch.dtype = torch.float32, **options: Any,
 ) -> FlashDecodingCall:  # fmt: skip
     """A call whose last sequence fills the share `fill` of its cache, and the first one all of it.
 
     `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one scale. `padded`: hidden keys at the
-    left of the last sequence. `append`: with new keys and values; `rotary`: rotated in this style over all of head_dim,
-    by tables of the dtype `table`.
+    left of the last sequence. `append`: with new keys and values, `advance`: by the tokens before them; `rotary`: rotated
+    in this style over all of head_dim, by tables of the dtype `table`.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
@@ -66,6 +66,8 @@ def _call(
             options[name] = torch.randn(
                 sizes.batch, sizes.seqlen_q, sizes.kv_heads, head_dim, dtype=dtype, device=device
             )
+    if advance:
+        options |= {"append_lens": lengths - sizes.seqlen_q, "advance": True}
     if rotary:
         angles = torch.randn(sizes.keys, sizes.d // 2, device=device)
         options |= {"cos": angles.cos().to(table), "sin": angles.sin().to(table), "rotary_style": rotary}
@@ -193,7 +195,7 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashDecodingCall]]:
         ),
         "append": partial(_call, _Sizes(2, 2, 4, 2, 160, 64, 40, 32), brain, "cpu", append=True, rotary="neox"),
         "append int8 by token": partial(
-            _call, _Sizes(1, 2, 4, 2, 160, 64, 64), half, "cpu", append=True, cache=torch.int8, groups=1
+            _call, _Sizes(2, 2, 4, 2, 160, 64, 64), half, "cpu", append=True, advance=True, cache=torch.int8, groups=1
         ),
         "append int4": partial(
             _call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), brain, "cpu", append=True, rotary="gptj", cache=FOUR_BITS,
