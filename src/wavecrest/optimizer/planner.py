@@ -310,7 +310,7 @@ class Planner:
         return step.phase == "compile" or captures
 
     def _ground(self, step: Step) -> object:
-        """What a step's sites depend on: the steps in force that change modules, what is compiled or captured, ties."""
+        """All that a step's sites depend on: steps in force that change modules, compiled or captured models, ties."""
         uncapturable = step.phase == "capture" and self._is_uncapturable
         applied = self.run.ledger.applied
         captured = step.in_graphs and bool(applied.only("capture").steps)

@@ -489,8 +489,8 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
     (`d_units`, `dv_units`) are the bytes of one group, and BLOCK_D and BLOCK_DV hold those of all groups.
-    ADVANCE: at `before_ptr` are tokens before those of the call, which are added. PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
-    both.
+    PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
+    both. ADVANCE: at `before_ptr` are the tokens before those of the call, which are added.
     """
     STORED: tl.constexpr = v_ptr.dtype.element_ty
     V_ALIGN: tl.constexpr = KV_ALIGN // 2 if PAIRS else KV_ALIGN

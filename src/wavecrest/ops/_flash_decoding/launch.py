@@ -244,8 +244,8 @@ def plan(
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
             0 if call.block_table is None else call.block_table.stride(0), call.seq_lens.stride(0),
             *_strides(call.seq_starts, 1), *_strides(call.alibi_slopes, 2), *_strides(call.sinks, 1),
-            call.new_lens.stride(0), *_scale_strides(call.k_scale), *_scale_strides(call.v_scale), *_scale_strides(call.k_shift),
-            *_scale_strides(call.v_shift),
+            call.new_lens.stride(0), *_scale_strides(call.k_scale), *_scale_strides(call.v_scale),
+            *_scale_strides(call.k_shift), *_scale_strides(call.v_shift),
         ),
         {
             **constants, "PAGED": paged, "WHOLE": paged and call.page % keys == 0, "SOFTCAP": call.softcap > 0,
@@ -256,8 +256,8 @@ def plan(
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
-            "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2, "ADVANCE": call.advance,
-            "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
+            "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
+            "ADVANCE": call.advance, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
         },
         # a number that torch.compile keeps open is no part of a configuration
         Config(**{name: given for name, given in config.kwargs.items() if name != "CHUNK"}),

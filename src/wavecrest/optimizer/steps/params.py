@@ -188,7 +188,7 @@ class Launch(Params):
 
 
 class Launches(Params):
-    """What calls of GEMMs run on."""
+    """Backends and configurations of GEMMs."""
 
     rows: Annotated[list[Launch], Field(min_length=1)]
 

@@ -24,7 +24,6 @@ from wavecrest.measure import numerics, timing
 from wavecrest.measure.tree import iter_tensors
 from wavecrest.measure.workload import Call
 from wavecrest.ops._gemm.backend import op
-from wavecrest.ops._gemm.key import KEY_FIELDS
 from wavecrest.ops.common import warmup
 from wavecrest.optimizer.steps.around import Around
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
@@ -57,7 +56,7 @@ Choice = tuple[str, Config | None]
 
 
 class Tuned(NamedTuple):
-    """What was chosen, and ms of a replay without and with it."""
+    """The choices, and ms of a replay without and with them; how many candidates were tried, and which failed."""
 
     chosen: dict[Key, Choice]
     before: float
@@ -121,7 +120,7 @@ class TuneLaunches(Step):
         return Found(sites, {"rows": rows}, note, saved_ms=found.before - found.after)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """What the replays took less, as a share of the time of all buckets."""
+        """The time that replays became shorter by, as a share of that of all buckets."""
         saved, whole = found.saved_ms or 0.0, sum(bucket.wall_ms for bucket in context.profile)
         return Prediction.of_saved(saved / whole if whole else 0.0, found.note)
 
@@ -254,7 +253,7 @@ def keys_of(context: StepContext) -> list[Key]:
         seen = [(decision.key, calls) for decision, calls in op.decisions()]
     finally:
         op.swap(outside)
-    rows, columns, k = (KEY_FIELDS.index(name) for name in ("rows", "columns", "k"))
+    rows, columns, k = (op.key_fields.index(name) for name in ("rows", "columns", "k"))
     few = [(key, calls) for key, calls in seen if 0 < key[rows] <= MOST_ROWS]
     # a product with its gated activation is asked about, and not called where it is made in two
     few.sort(key=lambda one: -max(1, one[1]) * one[0][columns] * one[0][k])
@@ -295,13 +294,13 @@ def choices_of(params: dict[str, Any]) -> dict[Key, Choice]:
     """The choices that parameters hold.
 
     Raises:
-        StepRefused: a key or configuration is none of this version's.
+        StepRefused: a key or configuration is not one of this version's.
     """
     found: dict[Key, Choice] = {}
     for row in params["rows"]:
         key, backend = tuple(row["key"]), row["backend"]
-        if len(key) != len(KEY_FIELDS):
-            raise StepRefused(f"a key of gemm has {len(KEY_FIELDS)} parts here, and {len(key)} in the plan")
+        if len(key) != len(op.key_fields):
+            raise StepRefused(f"a key of gemm has {len(op.key_fields)} parts here, and {len(key)} in the plan")
         if backend not in op.backends:
             raise StepRefused(f"gemm has no backend {backend}; it has {', '.join(sorted(op.backends))}")
         config = Config(**row["config"]) if row["config"] else None
@@ -313,7 +312,7 @@ def choices_of(params: dict[str, Any]) -> dict[Key, Choice]:
 
 
 def _named(key: Key) -> str:
-    part = dict(zip(KEY_FIELDS, key, strict=True))
+    part = dict(zip(op.key_fields, key, strict=True))
     more = f" {part['activation']}" if part["activation"] else ""
     return f"{part['rows']} × {part['columns']} × {part['k']} {part['b']}{more}"
 

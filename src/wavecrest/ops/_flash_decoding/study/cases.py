@@ -36,8 +36,8 @@ def _call(
     """A call whose last sequence fills the share `fill` of its cache, and the first one all of it.
 
     `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one scale. `padded`: hidden keys at the
-    left of the last sequence. `append`: with new keys and values, `advance`: by the tokens before them; `rotary`: rotated
-    in this style over all of head_dim, by tables of the dtype `table`.
+    left of the last sequence. `append`: with new keys and values, `advance`: by the tokens before them; `rotary`:
+    rotated in this style over all of head_dim, by tables of the dtype `table`.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
