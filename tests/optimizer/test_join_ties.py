@@ -88,6 +88,20 @@ def test_a_step_is_joined_behind_those_that_make_its_sites(run: Run) -> None:
     assert joined.verdict == "kept" and joined.sites == ["a × 1", "b × 1"]
 
 
+def test_ties_are_joined_before_each_is_tried_again(run: Run) -> None:
+    """A step that is kept behind them gives each a second trial; together they take one."""
+
+    class Late(Saves):
+        tried_after = ("a", "b")
+
+    result = run(
+        Saves("a", 0.02), Saves("b", 0.024), Late("large", 0.4), JoinTies(step_by_id), budget=600.0, min_gain=0.03
+    )
+    assert [(row.id, row.attempt, row.verdict) for row in result.record.steps] == [
+        ("b", 1, "tie"), ("a", 1, "tie"), ("large", 1, "kept"), ("join_ties", 1, "kept")
+    ]  # fmt: skip
+
+
 def test_one_small_gain_and_losses_are_not_joined(run: Run) -> None:
     result = run(
         Saves("a", 0.013), Saves("worse", -0.012), AddPause(), JoinTies(step_by_id), budget=300.0, min_gain=0.03

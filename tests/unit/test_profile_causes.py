@@ -126,5 +126,7 @@ def test_what_a_gpu_shows() -> None:
     assert [cause.kind for cause in causes] == ["launch_gaps", "layout", "host_sync"]
     assert causes[0].text == "the device waits for the host 31% of the time, 340 launches a call"
     assert causes[0].ms == pytest.approx(2.0) and causes[1].text == "copies between memory layouts take 0.6 ms"
+    (inside,) = causes_of(gpu(GEMM, FUSED, idle=2.0, launches=3))
+    assert inside.text == "the device has no work 34% of the time, between 24 kernels of a replayed graph"
     assert "the host waits for the device" in causes[2].text and " 3 times" in causes[2].text
     assert causes_of(gpu(GEMM, FUSED)) == []

@@ -73,6 +73,12 @@ def test_launch_gaps_are_named() -> None:
     assert only.ms == pytest.approx(1.8)
 
 
+def test_gaps_inside_a_graph_are_nobody_s_wait_for_the_host() -> None:
+    (only,) = causes(gpu(GEMM, FUSED, launches=3), gpu(GEMM, FUSED, idle=1.9, launches=3))
+    assert only.kind == "launch_gaps"
+    assert only.text == "the device has no work 33% of the time (3% before), between 24 kernels of a replayed graph"
+
+
 def test_copies_to_the_host_are_named() -> None:
     read = row("Memcpy DtoH (Device -> Pageable)", "memory", 0.01, calls=3)
     found = causes(gpu(GEMM, FUSED), gpu(GEMM, FUSED, read, idle=0.8))

@@ -140,15 +140,17 @@ class Candidate:
 
     @property
     def tier(self) -> int:
-        """Other weights, cures, first attempts, second attempts, joined ties, searches; a lower tier goes first."""
+        """Other weights, cures, first attempts, joined ties, second attempts, searches; a lower tier goes first."""
         if self.step.phase == "weights":
             # asked for by name, and all others work on what it makes
             return -1
         if self.cause is not None:
             return 0
         if self.step.joins:
-            return 3
-        return 4 if self.step.searches else 1 + self.is_again
+            # before each tie by itself again: of an 8 B Llama four second trials took 35 s of 170, and all tied (H200,
+            # 2026-11-28, evidence/nvidia-h200/2026-11-28_zoo_twentieth_gpu_0.jsonl.gz)
+            return 2
+        return 4 if self.step.searches else 1 + 2 * self.is_again
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ from wavecrest.records import BucketProfile, Cause, GraphBreak, OpTime
 LEAST = 0.02
 # a device that waits for a larger share of a call is held up by the host
 HOST_BOUND = 0.1
+# kernels a launch beyond which they are those of a graph
+REPLAYED = 4
 COPY_TO_HOST = "Memcpy DtoH"
 # ops that wait until the device has caught up, as their result is a Python number
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")
@@ -167,11 +169,19 @@ def _float64(profile: BucketProfile) -> Iterator[Cause]:
         yield Cause(kind="float64", text=f"float64 in {', '.join(names[:3])}{more}: {_ms(ms)} ms", ms=ms)
 
 
+def replayed(profile: BucketProfile) -> int:
+    """The kernels of a call that replays graphs, in which nothing waits for the host; 0 where they are launched."""
+    kernels = sum(op.calls for op in profile.ops)
+    return kernels if profile.launches * REPLAYED < kernels else 0
+
+
 def _host(profile: BucketProfile) -> Iterator[Cause]:
     idle = profile.idle_ms or 0.0
     share = idle / profile.wall_ms if profile.wall_ms else 0.0
     if share >= HOST_BOUND:
         text = f"the device waits for the host {share:.0%} of the time, {profile.launches} launches a call"
+        if kernels := replayed(profile):
+            text = f"the device has no work {share:.0%} of the time, between {kernels} kernels of a replayed graph"
         yield Cause(kind="launch_gaps", text=text, ms=idle)
     count = reads(profile)
     if count:

@@ -10,7 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from wavecrest.profile.categories import CATEGORIES
-from wavecrest.profile.causes import LEAST, is_float64, is_layout, masked_calls, reads, reads_host, sdpa_backends, total
+from wavecrest.profile.causes import (
+    LEAST,
+    is_float64,
+    is_layout,
+    masked_calls,
+    reads,
+    reads_host,
+    replayed,
+    sdpa_backends,
+    total,
+)
 from wavecrest.profile.trace import COMPILED, OUTSIDE
 from wavecrest.records import BucketProfile, Cause, CauseKind, OpTime
 
@@ -142,12 +152,12 @@ def _idle(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
         return
     share = new.idle_ms / new.wall_ms if new.wall_ms else 0.0
     before = base.idle_ms / base.wall_ms if base.wall_ms else 0.0
-    yield Cause(
-        kind="launch_gaps",
-        text=f"the device waits for the host {share:.0%} of the time ({before:.0%} before), "
-        f"{new.launches} launches a call ({base.launches} before)",
-        ms=new.idle_ms - base.idle_ms,
-    )
+    text = f"the device waits for the host {share:.0%} of the time ({before:.0%} before), "
+    text += f"{new.launches} launches a call ({base.launches} before)"
+    if kernels := replayed(new):
+        text = f"the device has no work {share:.0%} of the time ({before:.0%} before), between {kernels} kernels of a "
+        text += "replayed graph"
+    yield Cause(kind="launch_gaps", text=text, ms=new.idle_ms - base.idle_ms)
 
 
 def _waits(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
