@@ -331,6 +331,19 @@ def test_kernels_inside_a_convolution_or_an_attention_count_as_such() -> None:
     assert _milliseconds(trace.summarize(b.events)) == {"convolution": 0.01, "attention": 0.004}
 
 
+def test_products_of_a_whole_layer_in_one_op_are_not_its_attention() -> None:
+    b = Builder()
+    b.mark(0, 100)
+    b.op("aten::_transformer_encoder_layer_fwd", 10, 80, [[1, 8, 16]])
+    product = b.op("aten::addmm", 20, 10, [[16], [8, 16], [16, 16]])
+    b.op("aten::_native_multi_head_attention", 35, 40, [[1, 8, 16]])
+    inner = b.op("aten::addmm", 40, 5, [[16], [8, 16], [16, 16]])
+    attention = b.op("aten::_scaled_dot_product_flash_attention", 50, 20, [[1, 2, 8, 16]] * 3)
+    for at, by in ((30, product), (50, inner), (60, attention)):
+        b.kernel(f"kernel of {by}", at, 4, by=by)
+    assert _milliseconds(trace.summarize(b.events)) == {"gemm": pytest.approx(0.008), "attention": 0.004}
+
+
 def test_a_kernel_of_a_compiled_region_goes_by_its_own_name() -> None:
     b = Builder()
     b.mark(0, 100)

@@ -16,7 +16,7 @@ LEAST = 0.02
 # a device that waits for a larger share of a call is held up by the host
 HOST_BOUND = 0.1
 # kernels a launch beyond which they are those of a graph
-REPLAYED = 4
+REPLAYED = 2
 COPY_TO_HOST = "Memcpy DtoH"
 # ops that wait until the device has caught up, as their result is a Python number
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")

@@ -35,6 +35,8 @@ _NOT_TENSORS = {"", "Scalar", "ScalarList", "GenericList", "TensorList", "Option
 # ops inside an op of these categories count as that category: the GEMMs and the softmax of a composite attention are
 # attention, the im2col and the GEMM of a convolution are convolution
 _INHERITED: tuple[Category, ...] = ("attention", "convolution")
+# ops of PyTorch that are a layer with attention and products in it: what runs inside counts by its own name
+_LAYERS = ("aten::_transformer_encoder_layer", "aten::_native_multi_head_attention")
 
 Event = Mapping[str, Any]
 
@@ -282,7 +284,7 @@ class _Table:
 def _inherited(op: _Op | None) -> Category | None:
     for node in op.outward() if op is not None else ():
         kind = category(node.name)
-        if kind in _INHERITED:
+        if kind in _INHERITED and not node.name.startswith(_LAYERS):
             return kind
     return None
 
