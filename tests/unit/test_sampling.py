@@ -21,9 +21,17 @@ def test_a_share_of_each_large_test_runs() -> None:
     other = cases("tests/unit/test_d.py::test_e", sampling.LEAST)
     out = sampling.left_out([*LARGE, *SMALL, *PAGES, *other], 3, "abc")
     assert not out.intersection([*SMALL, *PAGES])
-    assert len(out.intersection(LARGE)) == 50 - 17 and len(out.intersection(other)) == 2 * sampling.LEAST // 3
+    assert len(out.intersection(LARGE)) == 50 - 17 and len(out.intersection(other)) == 2
     assert out == sampling.left_out(reversed([*LARGE, *other]), 3, "abc")
     assert sampling.left_out(LARGE, 1, "abc") == set()
+
+
+def test_slow_tests_are_chosen_from_together() -> None:
+    slow = [f"tests/unit/test_d.py::test_{name}" for name in "abcdefgh"]
+    runs = [set(slow) - sampling.left_out([*slow, *SMALL], 4, str(turn), set(slow)) for turn in range(30)]
+    assert {len(run) for run in runs} == {2} and set().union(*runs) == set(slow)
+    # of another folder they all run
+    assert not sampling.left_out(["tests/package/test_a.py::test_b"], 4, "abc", {"tests/package/test_a.py::test_b"})
 
 
 def test_every_turn_takes_others_and_some_turns_take_all() -> None:
@@ -42,7 +50,7 @@ def test_pytest_takes_the_share_and_says_so() -> None:
         getoption={"--share": 5, "--turn": "abcdef123456"}.get,
         hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
     )
-    items = [item(name, "slow") for name in LARGE] + [item(f"{name}2", "whole") for name in LARGE]
+    items = [item(name, "gpu") for name in LARGE] + [item(f"{name}2", "whole") for name in LARGE]
     every = list(items)
     sampling.leave_out(config, items)
     assert len(items) == 10 + 50 and len(gone) == 40 and {one.nodeid for one in gone} < set(LARGE)
