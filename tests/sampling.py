@@ -16,6 +16,7 @@ import pytest
 LEAST = 3
 # in other folders a case is a page, a command or a kernel of its own
 FOLDERS = ("tests/models/", "tests/ops/", "tests/optimizer/", "tests/unit/")
+OF_SLOW = (*FOLDERS, "tests/cli/")
 
 
 def left_out(cases: Iterable[str], share: int, turn: str, slow: Container[str] = ()) -> set[str]:
@@ -29,8 +30,10 @@ def left_out(cases: Iterable[str], share: int, turn: str, slow: Container[str] =
     """
     tests: dict[str, list[str]] = defaultdict(list)
     for case in cases:
-        if case.startswith(FOLDERS):
-            tests["slow" if case in slow else case.partition("[")[0]].append(case)
+        if case in slow and case.startswith(OF_SLOW):
+            tests["slow"].append(case)
+        elif case.startswith(FOLDERS):
+            tests[case.partition("[")[0]].append(case)
     found: set[str] = set()
     for name, every in tests.items():
         if len(every) >= LEAST or name == "slow":
@@ -56,6 +59,6 @@ def note(config: pytest.Config) -> str:
     if share == 1:
         return ""
     return (
-        f"of tests with {LEAST} cases or more, and of slow ones, in {', '.join(FOLDERS)} one case in {share} runs, "
+        f"of tests with {LEAST} cases or more in {', '.join(FOLDERS)}, and of slow ones, one case in {share} runs, "
         f"chosen by {turn[:9]}: scripts/test --whole runs all"
     )

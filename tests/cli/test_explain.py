@@ -402,6 +402,7 @@ def test_the_parts_of_a_key_are_explained(
     assert line.endswith(f"{differs} nothing of device, grad")
 
 
+@pytest.mark.slow
 def test_a_kernel_with_descriptors_is_explained_for_another_gpu_without_a_warning() -> None:
     """Its tensors have no memory, and PyTorch warns of an address that is asked for, once a process."""
     call = ["M=16384", "N=3072", "K=768", "dtype=fp16", "bias=n", "activation=gelu", "--arch", "sm_90"]

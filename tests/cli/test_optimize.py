@@ -154,6 +154,7 @@ def test_unknown_module_and_bad_spec(capsys: pytest.CaptureFixture[str]) -> None
     assert "file.py:function" in one_line(capsys)
 
 
+@pytest.mark.slow
 def test_run_verify_plan_report(
     factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_run_verify_plan_report(
     assert code == 0 and verified["passed"] and len(verified["processes"]) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_resume_and_resumes(
     factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_configuration_that_is_none(op: ToyOp, capsys: pytest.CaptureFixture[s
     assert "--config: 'BLOCK' in config is not NAME=NUMBER: write it as in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_child_is_said(standins: None, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--import", "tests.unit.tune_standins", "--matching", "rows 4", "--backends", "crash", "--device", "cpu"]
     assert main.main(["tune", "planted", *options, "--seconds", "0.01"]) == 0

@@ -124,6 +124,7 @@ def test_a_new_op_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "new").exists() and list((tmp_path / "there").iterdir()) == [tmp_path / "there" / "a.txt"]
 
 
+@pytest.mark.slow
 def test_a_new_ops_package_passes_its_own_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As an installed package is found, by its entry point; `tests.cli.new_op_installed` does it with pip."""
     assert main.main(["new-op", "scaled_silu", "--path", str(tmp_path / "package")]) == 0

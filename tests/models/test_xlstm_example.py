@@ -47,6 +47,7 @@ def test_training_begins_where_it_can_save(tmp_path: Path) -> None:
             train(steps=1, out=out, seed=0)
 
 
+@pytest.mark.slow
 def test_the_example_writes_on() -> None:
     command = [sys.executable, str(EXAMPLES / "xlstm_generate.py"), "The function returns", "--length", "60"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -115,6 +115,7 @@ def test_a_layer_is_six_launches(form: str | None, launches: Launches, monkeypat
     assert layer == Counter(PRODUCTS | STATES)
 
 
+@pytest.mark.slow
 def test_counted_programs_need_no_launch_behind_them(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = Config(BLOCK_K=16, BLOCK_V=8, num_warps=1)
     monkeypatch.setattr(_mlstm_step, "default", lambda *_sizes: narrow)

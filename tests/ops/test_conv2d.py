@@ -843,6 +843,7 @@ def test_compile_fullgraph(dynamic: bool, device: str) -> None:
     assert any(calls == 0 for _, calls in conv2d_op.decisions()), "the decision made while tracing is not kept"
 
 
+@pytest.mark.slow
 def test_the_kernel_is_traced_for_any_image() -> None:
     """With a kernel that Dynamo takes for one of a GPU: one graph that launches it, and no other for other sizes."""
     pytest.importorskip("triton", reason="traces a kernel")

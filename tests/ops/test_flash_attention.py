@@ -618,6 +618,7 @@ def _child(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_kernel_is_traced_for_any_length() -> None:
     """With a kernel that Dynamo takes for one of a GPU: one graph that launches it, and no other for other lengths."""
     pytest.importorskip("triton", reason="traces a kernel")

@@ -889,6 +889,7 @@ def test_on_nvidia_few_programs_have_larger_tiles_and_one_is_split_no_further_th
     assert chosen(16, 2176, heads=256)["CHUNK"] == 1024
 
 
+@pytest.mark.slow
 def test_a_cache_of_any_length_is_traced_once() -> None:
     """With kernels that Dynamo takes for those of a GPU: one graph that launches them, for all lengths of a bucket."""
     pytest.importorskip("triton", reason="traces a kernel")

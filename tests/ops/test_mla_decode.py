@@ -327,6 +327,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=calls(), how=st.sampled_from(sorted(CONFIGS)))
 def test_any_call(values: dict[str, Any], how: str) -> None:
@@ -775,6 +776,7 @@ def test_compile_fullgraph(name: str, device: str) -> None:
     assert any(count == 0 for _, count in op.decisions()), "the decision made while tracing is not kept"
 
 
+@pytest.mark.slow
 def test_the_kernels_are_traced_for_any_batch() -> None:
     """With kernels that Dynamo takes for those of a GPU: one graph that launches them, for other batches too."""
     pytest.importorskip("triton", reason="traces a kernel")

@@ -222,6 +222,7 @@ def test_no_tokens_and_first_states_are_kept() -> None:
     assert ops.slstm_sequence(*row_of(call, 0)[:3]).shape == (1, 4, 2, 16)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tokens_lose_nothing() -> None:
     """Without recurrent weights h has a closed form for all tokens at once."""
     tokens = 100_000

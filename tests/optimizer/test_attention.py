@@ -42,6 +42,7 @@ def context(workload: Workload) -> StepContext:
     return StepContext(workload, hardware.cpu(), model=structural_copy(workload.model))
 
 
+@pytest.mark.slow
 def test_pack_gqa_gives_the_same_answers_without_touching_the_original() -> None:
     workload = decode(llama())
     step = step_by_id("attention:pack_gqa")

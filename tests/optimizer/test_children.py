@@ -80,6 +80,7 @@ def _rows(path: Path, kind: str) -> list[list[float]]:
     return [[float(part) for part in row[1:]] for row in rows if row and row[0] == kind]
 
 
+@pytest.mark.slow
 def test_a_side_stands_still_while_the_other_is_timed(work: str, tmp_path: Path) -> None:
     logs = {side: tmp_path / side for side in ("base", "new")}
     task = Task(f"{work}:make", "cpu", 0.3)
@@ -197,6 +198,7 @@ def test_how_many_pairs_memory_and_processors_hold(
     assert children.pairs_together(device, 2 * memory) == (count if device == "cpu" else 0)
 
 
+@pytest.mark.slow
 def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     real = children.subprocess.Popen
@@ -217,6 +219,7 @@ def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: py
             os.killpg(pid, 0)
 
 
+@pytest.mark.slow
 def test_pairs_are_forked_where_both_sides_have_this_environment(
     work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +380,7 @@ def make(device):
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_stands_still_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the place nobody knew why a run went on until its starter was killed."""
     (tmp_path / "stands.py").write_text(STANDS)

@@ -186,6 +186,18 @@ CASES: dict[str, Case] = {
     "fuse_add_norm": Case(
         language("Bert"), tokens, [("fuse_add_norm", {"sites": ["encoder.layer.0.output"]})],
     ),
+    "tune_launches": of_llama(
+        "tune_launches",
+        rows=[
+            {
+                "key": [
+                    1, 64, 64, "float32", "float32", "plain", 0, "none none", None, None, False, "float32", "ieee", 0,
+                    "k k 16", "cpu", 1, False,
+                ],
+                "backend": "torch",
+            }
+        ],
+    ),
     "join_ties": of_llama(
         "join_ties",
         steps=[{"id": "fuse_qkv", "params": {"groups": QKV}}, {"id": "replace_rotary", "params": ROTARY}],

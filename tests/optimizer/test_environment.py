@@ -154,6 +154,7 @@ def test_variables_that_are_set_already_are_not_tried(monkeypatch: pytest.Monkey
     assert not step_by_id("environment").find(context()).sites
 
 
+@pytest.mark.slow
 def test_what_a_run_has_set_reaches_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's trials have the variables of its beginning, whatever its steps have set since."""
     file = tmp_path / "work.py"
@@ -177,6 +178,7 @@ def test_what_a_run_has_set_reaches_neither_side(tmp_path: Path, monkeypatch: py
     assert sorted((tmp_path / "log").read_text().splitlines()) == ["1 None", "None None"]
 
 
+@pytest.mark.slow
 def test_real_children(tmp_path: Path) -> None:
     """The variable reaches the child before import, and a child that dies is named."""
     file = tmp_path / "work.py"

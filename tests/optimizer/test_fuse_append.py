@@ -276,6 +276,7 @@ def test_it_works_behind_other_steps_and_hides_the_rotation_from_later_ones() ->
     assert not step_by_id("replace_rotary").find(context(work, other)).sites
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_one_graph_at_every_position() -> None:
     model = made(num_hidden_layers=1)
     work = step_of(model, after(model, ids(2, PROMPT)))

@@ -144,6 +144,7 @@ def test_threads_keep_their_residuals_apart() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_compiler_gets_one_graph() -> None:
     work = workload("Llama")
     made = fused(work)

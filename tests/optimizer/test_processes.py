@@ -369,6 +369,7 @@ def test_what_a_kill_in_the_middle_of_a_write_leaves_is_taken_away(run: Run, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "plan.json", "report.html", ".mine"}
 
 
+@pytest.mark.slow
 def test_an_interrupt_inside_a_callback_of_the_import_system_is_one_line() -> None:
     """Python prints what such a callback raises and goes on: the signal is sent again behind it."""
     code = """

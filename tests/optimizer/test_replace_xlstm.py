@@ -55,6 +55,7 @@ def test_a_backbone_alone_is_a_site() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph() -> None:
     model = native()
     made = applied(model, find(model))

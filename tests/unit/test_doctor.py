@@ -379,6 +379,7 @@ def test_inductor_settings_that_cannot_be_read_are_said() -> None:
     assert finding.level == "warn" and "ImportError: no torch" in finding.why
 
 
+@pytest.mark.slow
 def test_inductor_of_this_torch_in_real_processes() -> None:
     """Two processes of this machine: the variable that an image sets is found by what it did, not by its name."""
     import torch

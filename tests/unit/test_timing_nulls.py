@@ -112,6 +112,7 @@ def test_a_side_that_is_timed_right_after_the_display_would_lose(monkeypatch: py
     assert wins_with_a_display(40) == (40, 0)
 
 
+@pytest.mark.slow
 def test_one_object_on_both_sides_is_neither_faster_nor_slower() -> None:
     """On the real clock, with the progress display, as `optimize` times a step.
 

@@ -177,6 +177,7 @@ sys.stdout.write(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_scratch_is_read_in_compiled_code() -> None:
     names = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, env=names)

@@ -462,6 +462,7 @@ def test_what_a_run_kept_and_the_causes_of_what_it_did_not_can_be_written() -> N
     assert (told["verdict"], told["kept"], told["notes"]) == ("interrupted", [], ["n"])
 
 
+@pytest.mark.slow
 def test_a_model_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")

@@ -304,7 +304,7 @@ def choices_of(params: dict[str, Any]) -> dict[Key, Choice]:
             raise StepRefused(f"a key of gemm has {len(op.key_fields)} parts here, and {len(key)} in the plan")
         if backend not in op.backends:
             raise StepRefused(f"gemm has no backend {backend}; it has {', '.join(sorted(op.backends))}")
-        config = Config(**row["config"]) if row["config"] else None
+        config = Config(**row["config"]) if row.get("config") else None
         problem = lookup.misfit(op, key, backend, config)
         if problem:
             raise StepRefused(f"{backend} for {_named(key)}: the plan has a configuration {problem}")
