@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -180,3 +181,23 @@ class ToyOp(Op[Any, Any]):
 def planted(op: Op[Any, Any], name: str, run: Callable[[Any], Any], *, priority: int) -> None:
     """A backend of one of wavecrest's ops that nothing checks, for tests that want a wrong one, or one that counts."""
     op._put(Backend(name, run, None, takes, takes, priority))
+
+
+@contextmanager
+def counting(op: Op[Any, Any], *, priority: int) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the first tensor of each call that a backend "planted" runs, which is there meanwhile."""
+    backends = dict(op.backends)
+    calls: list[tuple[int, ...]] = []
+
+    def run(call: Any) -> Any:
+        calls.append(tuple(call[0].shape))
+        return op.reference(call)
+
+    planted(op, "planted", run, priority=priority)
+    try:
+        yield calls
+    finally:
+        op.backends.clear()
+        op.backends.update(backends)
+        op._put(op.backends["reference"])
+        op.unpin()

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import Planted, TakePauseOut
-from tests.toy import planted
+from tests.toy import counting
 from tests.unit.test_doctor import MI300X
 from wavecrest import hardware
 from wavecrest import nn as ours
@@ -23,7 +23,7 @@ from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import PlanError, StepRefused
 from wavecrest.measure.workload import Workload, from_example
-from wavecrest.ops._gemm.call import GemmCall, linear_call
+from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps import tune_launches as module
 from wavecrest.optimizer.steps.tune_launches import Choice, search
@@ -99,24 +99,15 @@ class Two(nn.Module):
 
 
 @pytest.fixture
-def op() -> Iterator[Op]:
-    """gemm, with a backend that counts its calls and that nothing chooses."""
-    op = registry.get("gemm")
-    backends = dict(op.backends)
-    calls: list[tuple[int, ...]] = []
+def op() -> Op:
+    return registry.get("gemm")
 
-    def run(call: GemmCall) -> object:
-        calls.append(tuple(call.a.shape))
-        return op.reference(call)
 
-    planted(op, "planted", run, priority=-1)
-    op.calls = calls  # type: ignore[attr-defined]
-    yield op
-    op.backends.clear()
-    op.backends.update(backends)
-    op._put(op.backends["reference"])
-    op.unpin()
-    del op.calls  # type: ignore[attr-defined]
+@pytest.fixture(autouse=True)
+def calls(op: Op) -> Iterator[list[tuple[int, ...]]]:
+    """Calls that "planted" ran, a backend of gemm that nothing chooses."""
+    with counting(op, priority=-1) as made:
+        yield made
 
 
 def made() -> tuple[Workload, StepContext]:
@@ -172,7 +163,9 @@ def test_candidates_are_all_that_take_the_call_but_the_one_in_force(op: Op) -> N
     assert module._field(context, (*up[:5], "unknown", *up[6:])) == []
 
 
-def test_what_it_finds_is_run_in_the_model_and_nowhere_else(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_finds_is_run_in_the_model_and_nowhere_else(
+    op: Op, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]
+) -> None:
     workload, context = made()
     up = key_of(op, workload.model.up)
     fields = {up: [("planted", None)]}
@@ -180,26 +173,29 @@ def test_what_it_finds_is_run_in_the_model_and_nowhere_else(op: Op, monkeypatch:
     monkeypatch.setattr(module, "_Graph", lambda context: Replays({(up, ("planted", None)): 20}))
     found = STEP.find(context)
     assert found.sites == ("4 × 24 × 16 float32",) and found.saved_ms == 20
-    assert found.note == "1 changed, of 1 candidates for 2 GEMMs in the graph: 100000 → 80000 µs"
+    assert found.note == (
+        "1 changed, of 1 candidates for 2 GEMMs in the graph; no call can be made of, or nothing else runs, "
+        "4 × 16 × 24 float32: 100000 → 80000 µs"
+    )
     assert found.params == params(op, workload)
     assert STEP.check_params(found.params) == []
 
     model = build(workload.model, AppliedSteps().plus(STEP, found.params))
-    op.calls.clear()  # type: ignore[attr-defined]
+    calls.clear()
     x = torch.randn(4, 16)
     with torch.no_grad():
         expected = workload.model(x)
-        assert op.calls == []  # type: ignore[attr-defined]
+        assert calls == []
         assert torch.allclose(model(x), expected, atol=1e-5)
-        assert op.calls == [(4, 16)]  # type: ignore[attr-defined]
+        assert calls == [(4, 16)]
         # a copy, as of a result that is given away, does the same
         copied = copy.deepcopy(model)
-        assert torch.allclose(copied(x), expected, atol=1e-5) and len(op.calls) == 2  # type: ignore[attr-defined]
+        assert torch.allclose(copied(x), expected, atol=1e-5) and len(calls) == 2
         # calls with other keys run as they did
         model(torch.randn(70, 16))
-        assert len(op.calls) == 2  # type: ignore[attr-defined]
+        assert len(calls) == 2
         workload.model(x)
-        assert len(op.calls) == 2  # type: ignore[attr-defined]
+        assert len(calls) == 2
 
 
 def test_nothing_faster_is_told_with_what_was_tried(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +209,15 @@ def test_nothing_faster_is_told_with_what_was_tried(op: Op, monkeypatch: pytest.
         "dispatch's choices are the fastest of 4 candidates for 2 GEMMs in the graph; 2 failed (x BLOCK=4: out of "
         "resource: shared memory)"
     )
+
+
+def test_candidates_without_time_are_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, context = made()
+    monkeypatch.setattr(module, "_field", lambda context, key: [FAST, SLOW])
+    monkeypatch.setattr(module, "_compile", lambda fields, context: None)
+    monkeypatch.setattr(module, "_Graph", lambda context: Replays({}))
+    context.seconds_left = 0.0
+    assert STEP.find(context).note.endswith("of 0 candidates for 2 GEMMs in the graph; 4 had no time")
 
 
 def test_compiled_code_is_left_as_it_is(op: Op) -> None:

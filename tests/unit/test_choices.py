@@ -7,73 +7,55 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.toy import planted
+from tests.toy import counting
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.choices import Choices
 from wavecrest.dispatch.op import Op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 
 
-class Counted:
-    """gemm with a backend that counts its calls, and that nothing chooses."""
-
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        self.calls = 0
-
-    def run(self, call: GemmCall) -> Tensor:
-        self.calls += 1
-        result: Tensor = self.op.reference(call)
-        return result
-
-
 @pytest.fixture
-def counted() -> Iterator[Counted]:
-    op = registry.get("gemm")
-    backends = dict(op.backends)
-    found = Counted(op)
-    planted(op, "planted", found.run, priority=-1)
-    yield found
-    op.backends.clear()
-    op.backends.update(backends)
-    op._put(op.backends["reference"])
-    op.unpin()
+def op() -> Op:
+    return registry.get("gemm")
+
+
+@pytest.fixture(autouse=True)
+def calls(op: Op) -> Iterator[list[tuple[int, ...]]]:
+    """Calls that "planted" ran, a backend of gemm that nothing chooses."""
+    with counting(op, priority=-1) as made:
+        yield made
 
 
 def call(rows: int, columns: int = 8) -> GemmCall:
     return linear_call(torch.randn(rows, 16), torch.randn(columns, 16))
 
 
-def test_they_hold_inside_and_not_outside(counted: Counted) -> None:
-    op = counted.op
+def test_they_hold_inside_and_not_outside(op: Op, calls: list[tuple[int, ...]]) -> None:
     chosen = Choices(op, {op.key(call(1)): ("planted", None)}, "found here")
     op(call(1))
-    assert counted.calls == 0
+    assert len(calls) == 0
     for times in (1, 2):
         with chosen:
             op(call(1))
-            assert counted.calls == times
+            assert len(calls) == times
             decision = op.decide(call(1))
             assert (decision.backend, decision.source, decision.reason) == ("planted", "exact", "found here")
             # calls with another key run as outside
             op(call(1, 24))
-            assert counted.calls == times
+            assert len(calls) == times
         op(call(1))
-        assert counted.calls == times and op.decide(call(1)).backend != "planted"
+        assert len(calls) == times and op.decide(call(1)).backend != "planted"
 
 
-def test_they_go_before_pins_which_are_back_afterwards(counted: Counted) -> None:
-    op = counted.op
+def test_they_go_before_pins_which_are_back_afterwards(op: Op) -> None:
     op.pin(op.key(call(1)), "reference", None, "exact", "a plan's")
     with Choices(op, {op.key(call(1)): ("planted", None)}, "found here"):
         assert op.decide(call(1)).backend == "planted"
     assert (op.decide(call(1)).backend, op.decide(call(1)).reason) == ("reference", "a plan's")
 
 
-def test_inner_ones_go_before_outer_ones(counted: Counted) -> None:
-    op = counted.op
+def test_inner_ones_go_before_outer_ones(op: Op) -> None:
     keys = [op.key(call(1)), op.key(call(1, 24))]
     with Choices(op, dict.fromkeys(keys, ("planted", None)), "outer"):
         with Choices(op, {keys[0]: ("reference", None)}, "inner"):
@@ -81,15 +63,13 @@ def test_inner_ones_go_before_outer_ones(counted: Counted) -> None:
         assert [op.decide(call(1, columns)).reason for columns in (8, 24)] == ["outer", "outer"]
 
 
-def test_an_error_inside_leaves_nothing_behind(counted: Counted) -> None:
-    op = counted.op
+def test_an_error_inside_leaves_nothing_behind(op: Op) -> None:
     with pytest.raises(ZeroDivisionError), Choices(op, {op.key(call(1)): ("planted", None)}, "found here"):
         raise ZeroDivisionError
     assert op.decide(call(1)).backend != "planted"
 
 
-def test_what_was_decided_for_other_calls_is_told_outside(counted: Counted) -> None:
-    op = counted.op
+def test_what_was_decided_for_other_calls_is_told_outside(op: Op) -> None:
     op.forget()
     with Choices(op, {op.key(call(1)): ("planted", None)}, "found here"):
         op(call(1))
@@ -97,8 +77,7 @@ def test_what_was_decided_for_other_calls_is_told_outside(counted: Counted) -> N
     assert [decision.key for decision, _ in op.decisions()] == [op.key(call(1, 24))]
 
 
-def test_decisions_inside_are_made_once(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = counted.op
+def test_decisions_inside_are_made_once(op: Op, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]) -> None:
     chosen = Choices(op, {op.key(call(1)): ("planted", None)}, "found here")
     made: list[object] = []
     decide = Op._decide
@@ -111,11 +90,10 @@ def test_decisions_inside_are_made_once(counted: Counted, monkeypatch: pytest.Mo
     op.forget()
     with chosen:
         op(call(1))
-    assert len(made) == 2 and counted.calls == 4
+    assert len(made) == 2 and len(calls) == 4
 
 
-def test_one_thread_at_a_time_has_them(counted: Counted) -> None:
-    op = counted.op
+def test_one_thread_at_a_time_has_them(op: Op) -> None:
     first, second = (Choices(op, {op.key(call(1)): ("planted", None)}, name) for name in ("first", "second"))
     seen: list[str] = []
     inside, leave = threading.Event(), threading.Event()

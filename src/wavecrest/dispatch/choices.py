@@ -33,9 +33,8 @@ class Choices:
         op = self._op
         # what was decided inside holds until anything is decided anew
         made = self._made if self._epoch == Op.epoch else None
-        pins = op.swap_pins({})
+        pins, epoch = op.swap_pins(self._pins), Op.epoch
         op.swap_pins({**pins, **self._pins})
-        epoch = Op.epoch
         self._outside.append((op.swap(made), pins))
         if made is not None:
             # nothing is new to who keeps an answer of dispatch

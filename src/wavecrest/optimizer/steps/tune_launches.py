@@ -20,6 +20,7 @@ from wavecrest.dispatch.choices import Choices
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
+from wavecrest.graphs.capture import CapturedModule
 from wavecrest.measure import numerics, timing
 from wavecrest.measure.tree import iter_tensors
 from wavecrest.measure.workload import Call
@@ -34,7 +35,6 @@ from wavecrest.tune import candidates, untuned_calls
 if TYPE_CHECKING:
     from torch import nn
 
-    from wavecrest.graphs.capture import CapturedModule
     from wavecrest.hardware import Device
 
 # rows up to which a GEMM is bound by reading its weight
@@ -48,8 +48,8 @@ LEAST_GAIN = 0.003
 # replays of each side, in turn
 REPLAYS = 12
 # part of the time of GEMMs that this may save, before it has looked. A step of Llama 3.1 8B went from 3,188 to 2,998 µs
-# in int8, where dispatch ran one GEMM of four on a slow default (3,032 to 3,027 since it does not), and from 2,723 to
-# 2,671 in int4 (H200, 2026-11-28, no record)
+# in int8, where dispatch ran one GEMM of four on a slow default, and from 2,723 to 2,671 in int4 (H200,
+# evidence/nvidia-h200/2026-11-28_quantized_steps_tuned.jsonl.gz); since it does not, 3,032 to 3,027 (no record)
 HOPED = 0.04
 
 # a backend, and its configuration where it takes one
@@ -109,6 +109,10 @@ class TuneLaunches(Step):
         _compile(fields, context)
         found = search(fields, _Graph(context), lambda: context.now() < deadline)
         told = f"; {len(found.failed)} failed ({found.failed[0]})" if found.failed else ""
+        if found.tried < (field := sum(map(len, fields.values()))):
+            told += f"; {field - found.tried} had no time"
+        if alone := [_named(key) for key, field in fields.items() if not field]:
+            told += f"; no call can be made of, or nothing else runs, {', '.join(alone)}"
         note = f"{found.tried} candidates for {len(keys)} GEMMs in the graph{told}"
         if not found.chosen:
             return Found((), note=f"dispatch's choices are the fastest of {note}")
@@ -172,7 +176,8 @@ class _Graph:
             StepRefused: an answer is further from the first than that may be from the model's as it was.
         """
         workload, capture = self._context.workload, CaptureGraph()
-        captured: Any = capture.apply(self._model, capture.find(self._context).params)
+        captured = capture.apply(self._model, capture.find(self._context).params)
+        assert isinstance(captured, CapturedModule)
         for bucket in workload.buckets:
             with Choices(op, chosen, "tried in the model's graph"):
                 answer = _tensors(workload.run(bucket, captured))
@@ -184,7 +189,7 @@ class _Graph:
             apart = _apart(answer, first)
             if not apart <= limit:
                 raise StepRefused(f"bucket {bucket}: the answer is off by {apart:.2g}, more than {limit:.2g}")
-        return captured  # type: ignore[no-any-return]
+        return captured
 
     def times(self, *models: CapturedModule) -> list[float]:
         """The median ms of each model's calls in turn, summed over buckets."""
