@@ -16,8 +16,10 @@ from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, TakeHalfOut
 from wavecrest import hardware, records
 from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
+from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import from_example
-from wavecrest.optimizer import planner
+from wavecrest.optimizer import engine, planner
+from wavecrest.optimizer.candidate import Candidate
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
 from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, StepContext, step_by_id
@@ -65,6 +67,90 @@ def test_compilation_is_charged_with_what_it_makes_dearer(run: Run, monkeypatch:
     monkeypatch.setitem(simulated.SHAPES, "encoder", simulated.Shape(shape.parts, 30.0, 10.0, shape.steps))
     order = tried(climb(run, "encoder", 90.0))
     assert order[:3] == ["replace_norm", "capture", "compile:default"]
+
+
+def test_compilation_is_charged_with_steps_that_wait_for_others_too(run: Run) -> None:
+    """A prompt of an 8 B Llama was compiled before five of seven steps, each of which took 53 s then (H200)."""
+
+    class Small(Nothing):
+        def __init__(self, name: str, after: tuple[str, ...] = ()) -> None:
+            self.id = self.title = name
+            self.tried_after = after
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.015, "planted")
+
+    class Compiles(TakeHalfOut):
+        id, title, phase = "compile:default", "compile default", "compile"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.05, "planted")
+
+    waiting = [Small(f"waits {number}", ("first",)) for number in range(6)]
+    assert tried(run(Compiles(), Small("first"), *waiting, budget=300.0).record)[0] == "first"
+    assert tried(run(Compiles(), Small("first"), budget=300.0).record)[0] == "compile:default"
+
+
+@pytest.mark.parametrize(
+    ("left", "ratio", "before", "late"),
+    [
+        (121.0, 1.06, ("capture", 5.5), True),
+        # there is time, or it is the better part of the result, or nothing else is
+        (140.0, 1.06, ("capture", 5.5), False),
+        (121.0, 1.7, ("replace_norm", 1.1), False),
+        (121.0, 1.06, None, False),
+    ],
+)
+def test_a_compilation_that_cannot_be_proved_in_time_is_put_back(
+    left: float, ratio: float, before: tuple[str, float] | None, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 5.6 % took 68 s in place of 41, and the run 346 of 300 s (an 8 B decode, H200, 2026-11-28)."""
+    costs = Costs(sampling=4.0, least_final=46.0, loads=4)
+    applied = AppliedSteps() if before is None else AppliedSteps().plus(step_by_id(before[0]), {})
+    rows = [] if before is None else [records.StepOutcome(
+        id=before[0], title="t", level=3, verdict="kept", reason="", ratio=before[1]
+    )]  # fmt: skip
+    # profiles of the model as it was, and of the compiled one
+    old, new = ["before"], ["after"]
+    run: Any = SimpleNamespace(
+        ledger=SimpleNamespace(applied=applied, record=SimpleNamespace(steps=rows), add=rows.append, save=lambda: None),
+        options=SimpleNamespace(budget=300.0),
+        costs=costs,
+        seconds_left=left,
+        now=CLOCK,
+        current="before",
+        context=SimpleNamespace(profile=old, seconds_left=0.0),
+        workload=SimpleNamespace(device="cpu"),
+        progress=SimpleNamespace(phase=lambda text: None, outcome=lambda outcome: None),
+    )
+    costs.ops = 900
+    row = records.BucketSpeed(
+        bucket="b", base_ms=1.0, new_ms=1 / ratio, ratio=ratio, ci=Interval(ratio, ratio), blocks=9, clock="wall"
+    )
+    outcome = records.StepOutcome(
+        id="compile:default", title="t", level=2, verdict="kept", reason="", ratio=ratio,
+        speed=[row], compile_seconds=58.0, trace_seconds=30.0,
+    )  # fmt: skip
+
+    def tries(run: Any, one: Any) -> records.StepOutcome:
+        run.ledger.applied = run.ledger.applied.plus(step_by_id("compile:default"), {"preset": "default"})
+        run.current, run.context.profile, run.costs.ops = "compiled", new, 30
+        return outcome
+
+    monkeypatch.setattr(engine, "try_step", tries)
+    one = Candidate(
+        step_by_id("compile:default"), 1, Found(("model",)), None, Prediction(1.04, "planted"), "first", 41.0, 60.0
+    )
+    engine._take(run, one)
+    # fresh processes compile four times
+    assert costs.final(300.0, compiled=True, looks=1, recompiled=False) == 46.0 + 4 * 30.0
+    assert (outcome.verdict == "reverted") == late and run.ledger.applied.compiled != late
+    assert (run.current, run.context.profile, costs.ops) == (("before", old, 900) if late else ("compiled", new, 30))
+    if late:
+        assert outcome.reason == (
+            "faster, but no time left in the budget of 300 s to prove it: fresh processes that compile it take about "
+            "166 s, and 121 s are left"
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))

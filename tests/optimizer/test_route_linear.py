@@ -18,6 +18,8 @@ from wavecrest.nn.fused_weights import FusedSlice
 from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.route_linear import ROUTED_GAIN
+from wavecrest.records import BucketProfile, CategoryTime
 
 
 class Block(nn.Module):
@@ -70,6 +72,28 @@ def test_only_what_the_table_names_is_routed(op: Op, calls: list[tuple[int, ...]
     (routed,) = [row for row in found.params["routes"] if row["backend"] == "planted"]
     assert (routed["bucket"], routed["layer"], routed["rows"]) == ("few", "out", 4)
     assert routed["reason"] == "measured 1.0 µs, native 2.0 µs" and routed["source"] == "exact"
+
+    # of all products a small part goes elsewhere, and so much of a GEMM's gain is promised
+    work = {"few": 4 * (16 * (16 + 8 + 8) + 24 * 32), "many": 64 * (16 * (16 + 8 + 8) + 24 * 32)}
+    part = 4 * 24 * 32 / sum(work.values())
+    context = _context(workload)
+    row = CategoryTime(category="gemm", ms=1.0, share=1.0, calls=4)
+    context.profile = [
+        BucketProfile(
+            bucket=name,
+            wall_ms=1.0,
+            kernel_ms=1.0,
+            idle_ms=None,
+            launches=4,
+            categories=[row],
+            ops=[],
+            uncategorized=[],
+        )
+        for name in work
+    ]
+    predicted = step.predict(found, context)
+    assert predicted.ratio == pytest.approx(1 / (1 - ROUTED_GAIN * part))
+    assert predicted.basis == f"measured rows for 1 layers, {part:.0%} of the products; GEMM is 100% of the time"
 
     made = build(model, AppliedSteps().plus(step, found.params))
     assert isinstance(made.out, ours.Linear) and made.out.weight is model.out.weight

@@ -7,6 +7,7 @@ user's model is never changed.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,18 +19,19 @@ from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.costs import Costs, Kind, op_calls
 from wavecrest.optimizer.finish import final_seconds, finish, withdraw
 from wavecrest.optimizer.gate import Gate
-from wavecrest.optimizer.planner import Planner
+from wavecrest.optimizer.planner import LATE_SHARE, Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
-from wavecrest.optimizer.trial import failed, set_aside, try_step
+from wavecrest.optimizer.trial import OUT_OF_BUDGET, failed, set_aside, try_step
 from wavecrest.profile.least_time import beaten_ceiling
 
 if TYPE_CHECKING:
+    from wavecrest.optimizer.candidate import Candidate
     from wavecrest.optimizer.options import Options
-    from wavecrest.optimizer.planner import Candidate
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Step
+    from wavecrest.optimizer.steps.applied import AppliedSteps
     from wavecrest.records import StepOutcome
 
 # compiled variants of one function that a run may make for each bucket
@@ -246,7 +248,7 @@ def check_steps(options: Options) -> None:
 
 def _take(run: RunState, one: Candidate) -> None:
     run.progress.phase(one.title + (" (again)" if one.is_again else ""))
-    begin = run.now()
+    begin, before = run.now(), (run.ledger.applied, run.current, run.context.profile, run.costs.ops)
     # what was kept must be measured at the end, as its user runs it
     run.context.seconds_left = run.seconds_left - one.reserve
     try:
@@ -264,7 +266,29 @@ def _take(run: RunState, one: Candidate) -> None:
     compiled = one.found is not None and one.found.compiles and outcome.compile_seconds > 0
     if one.kind is not None and (outcome.speed or compiled):
         run.costs.add(one.kind, outcome.seconds, outcome.compile_seconds, outcome.trace_seconds)
+    late = _too_late(run, outcome, before[0])
+    if late:
+        outcome.verdict, outcome.reason = "reverted", late
+        run.ledger.applied, run.current, run.context.profile, run.costs.ops = before
     _end(run, outcome)
+
+
+def _too_late(run: RunState, outcome: StepOutcome, before: AppliedSteps) -> str:
+    """Why a step that is faster is not kept: its compilation took so long that its proof ends after the budget; "".
+
+    The proof compiles in fresh processes. A step that gains more than all before it is kept all the same.
+    """
+    applied, budget = run.ledger.applied, run.options.budget
+    if outcome.verdict != "kept" or before.compiled or not applied.compiled:
+        return ""
+    proof = run.costs.final(budget, compiled=True, looks=1, recompiled=False)
+    gain = math.prod(row.ratio or 1.0 for row in run.ledger.record.steps if row.verdict == "kept")
+    if proof <= run.seconds_left + LATE_SHARE * budget or (outcome.ratio or 1.0) >= gain:
+        return ""
+    return (
+        f"faster, but {OUT_OF_BUDGET} of {budget:.0f} s to prove it: fresh processes that compile it take about "
+        f"{proof:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
+    )
 
 
 def _end(run: RunState, outcome: StepOutcome) -> None:

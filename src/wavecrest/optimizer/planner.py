@@ -3,8 +3,8 @@
 Predictions are made again after every kept step and every diagnosis. Taken are the steps that gain most a second as
 long as they fit, or those that gain most together (a knapsack) where cheap steps would use up the time of a much better
 one; the one of them that gains most a second is next. Four rules stand above the gain. A step that cures a cause which
-a diagnosis named comes first; steps named by `Step.tried_after` come before that step; second attempts come after all
-first ones; steps that tied by a small gain are then tried together; steps that search come last.
+a diagnosis named comes first; steps named by `Step.tried_after` come before that step, and first attempts at surgery
+before the trial that joins its ties; second attempts come after all first ones; steps that search come last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wavecrest.errors import Refused, StepRefused
+from wavecrest.optimizer.candidate import LEAST_SECONDS, Candidate
 from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
 from wavecrest.optimizer.steps.base import TREE, idle_share
@@ -26,12 +27,11 @@ from wavecrest.profile.causes import HOST_BOUND
 if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Step
+    from wavecrest.optimizer.steps.base import Tie
     from wavecrest.records import Cause, StepOutcome
 
 # the step that compiles what is captured only then
 COMPILES = "compile:default"
-# what is expected of a step that predicts nothing, and of a second attempt as a part of its first prediction
-UNKNOWN_RATIO, AGAIN = 1.02, 0.5
 # on such a gain the first look at the result is counted on, and time for later looks goes to steps. On a CPU processes
 # differ by some percent. On a GPU intervals of 4 pairs were ±2 to ±6 % (evidence/nvidia-h100/2026-11-26_zoo_models):
 # too wide to be sure of a gain of 5 %, and a result that they leave open is said to be undecided
@@ -45,11 +45,13 @@ SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
 PROMISING = 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
-# no trial takes less, in seconds: a gain for nothing would make everything else look dear
-LEAST_SECONDS = 1.0
 # steps look at the model again after each kept step where that takes at most this share of the time left; otherwise the
 # chosen step alone does
 LOOK_SHARE = 0.02
+# a step that another one needs is tried together with it where it alone was no slower than this: of 16 sequences of an
+# 8 B Llama attention alone was 0.99 times as fast on one H200 and 1.03 on another, and the rotation and cache update,
+# which need it, gained 1.06 (2026-11-28)
+LITTLE = 0.97
 # part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
 # trial that compiles takes 21 to 27 s; 2026-11-26, torch 2.11)
 TRACE_SHARE = 0.7
@@ -58,99 +60,6 @@ ENVIRONMENT_SHARE = 0.3
 # while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
 # that lost may have taken a few seconds more than expected, and a run without any result is worth less than these
 LATE_SHARE = 0.1
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A step that may be tried next.
-
-    Attributes:
-        step: the step.
-        attempt: 1, or 2 where another step has changed the ground since it lost.
-        found: its sites on the model as optimized so far; None where looking for them raised `error`.
-        error: why there is nothing to try.
-        prediction: what it is worth there.
-        kind: of trial.
-        seconds: of its trial, expected; without those of `unseen`.
-        reserve: seconds to leave for the end of the run if it is kept.
-        cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
-        why: it is tried now.
-        unseen: seconds that looking for its sites would take; 0 where it has looked.
-        proof: seconds that the end of the run takes longer once it is kept.
-        behind: seconds that the trials behind it take longer once it is kept, as each compiles the model again. An 8 B
-            Llama that was compiled before its surgery ended 120 s late (H200, 2026-11-26).
-    """
-
-    step: Step
-    attempt: int
-    found: Found | None
-    error: Exception | None
-    prediction: Prediction
-    kind: Kind | None
-    seconds: float
-    reserve: float
-    cause: Cause | None = None
-    why: str = ""
-    unseen: float = 0.0
-    proof: float = 0.0
-    behind: float = 0.0
-
-    @property
-    def is_able(self) -> bool:
-        """Whether there is something to try."""
-        return self.found is not None and bool(self.found.sites)
-
-    @property
-    def title(self) -> str:
-        """The name in tables."""
-        return (self.found.title if self.found is not None else "") or self.step.title
-
-    @property
-    def ratio(self) -> float:
-        """The speed-up that is expected."""
-        ratio = self.prediction.ratio
-        if ratio is None or not math.isfinite(ratio):
-            return UNKNOWN_RATIO
-        return max(1.0, 1 + AGAIN * (ratio - 1) if self.is_again else ratio)
-
-    @property
-    def is_again(self) -> bool:
-        """Whether it is a second attempt at what lost, and not a capture that is tried in another way."""
-        return self.attempt > 1 and not (self.found is not None and self.found.compiles)
-
-    @property
-    def gain(self) -> float:
-        """The logarithm of the expected speed-up: gains of several steps add up."""
-        return math.log(self.ratio)
-
-    @property
-    def rate(self) -> float:
-        """Gain a second of all that it costs if it is tried now."""
-        return self.gain / (self.trial_seconds + self.proof + self.behind)
-
-    @property
-    def trial_seconds(self) -> float:
-        """Seconds until its verdict."""
-        return self.unseen + self.seconds
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether its sites need not be looked for: nothing is gained at best."""
-        return bool(self.unseen) and self.gain <= 0
-
-    @property
-    def tier(self) -> int:
-        """Other weights, cures, first attempts, joined ties, second attempts, searches; a lower tier goes first."""
-        if self.step.phase == "weights":
-            # asked for by name, and all others work on what it makes
-            return -1
-        if self.cause is not None:
-            return 0
-        if self.step.joins:
-            # before each tie by itself again: of an 8 B Llama four second trials took 35 s of 170, and all tied (H200,
-            # 2026-11-28, evidence/nvidia-h200/2026-11-28_zoo_twentieth_gpu_0.jsonl.gz)
-            return 2
-        return 4 if self.step.searches else 1 + 2 * self.is_again
 
 
 @dataclass(slots=True)
@@ -319,18 +228,29 @@ class Planner:
         return applied.only(*TREE), self._compiled, uncapturable, captured, self._ties if step.joins else ()
 
     @property
-    def _ties(self) -> tuple[tuple[str, float], ...]:
-        """Steps whose last trial tied by a gain and that fit those in force, the largest gain first."""
-        last = {row.id: row for row in self.run.ledger.record.steps}
+    def _ties(self) -> tuple[Tie, ...]:
+        """Steps whose last trial tied by a gain and that fit those in force, the largest gain first.
+
+        Behind them are steps that could not be tried, each with what it needs, which may have lost by a little.
+        """
+        applied, last = self.run.ledger.applied, {row.id: row for row in self.run.ledger.record.steps}
         steps = {step.id: step for step in self.steps if can_join(step)}
-        found = [
-            (name, row.ratio)
+        close = {
+            name: row.ratio
             for name, row in last.items()
-            if name in steps and row.verdict == "tie" and row.ratio is not None and row.ratio > 1
-            if name not in self.run.ledger.applied.joined
-            if not any(steps[name].excludes(item.step) for item in self.run.ledger.applied.steps)
-        ]
-        return tuple(sorted(found, key=lambda one: -one[1]))
+            if name in steps and name not in applied.joined and row.verdict in ("tie", "reverted")
+            if row.ratio is not None and row.ratio > LITTLE
+            if not any(steps[name].excludes(item.step) for item in applied.steps)
+        }
+        found: dict[str, float | None] = {
+            name: close[name]
+            for name in sorted(close, key=lambda name: -close[name])
+            if close[name] > 1 and last[name].verdict == "tie"
+        }
+        for step in steps.values():
+            if step.needs and step.id not in last and all(name in close for name in step.needs):
+                found |= {name: close[name] for name in step.needs} | {step.id: None}
+        return tuple(found.items())
 
     def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.
@@ -512,13 +432,16 @@ class Planner:
         cures = cause.kind in one.step.cures and not one.step.searches and not rival
         return not cured and one.attempt == 1 and cures
 
-    def _charge(self, candidates: Sequence[Candidate]) -> None:
-        """Charge the first compilation that is kept with what it makes the others and the proof take longer."""
+    def _charge(self, candidates: Sequence[Candidate], fits: Sequence[Candidate]) -> None:
+        """Charge the first compilation that is kept with what it makes the others and the proof take longer.
+
+        Others are all that fit, those too that wait for one of the candidates.
+        """
         costs = self.run.costs
+        others = [other for other in fits if other.kind == "plain" and other.attempt == 1]
         for one in candidates:
             if not self._compiles(one.step) or self._compiled or one.step.searches:
                 continue
-            others = [other for other in candidates if other.kind == "plain"]
             one.behind = len(others) * max(0.0, costs.expect("later") - costs.expect("plain"))
             one.proof = max(0.0, one.reserve - self.reserve)
 
@@ -530,12 +453,15 @@ class Planner:
             left += LATE_SHARE * self.run.options.budget
             fits = [one for one in able if one.trial_seconds + one.reserve <= left]
         waiting = {one.step.id for one in fits if one.attempt == 1}
+        # ties of surgery are joined once all of it was tried: without them the joined trial would come once more
+        surgery = any(one.attempt == 1 and can_join(one.step) for one in fits)
         ready = [one for one in fits if not waiting.intersection(one.step.tried_after)]
+        ready = [one for one in ready if not (surgery and one.step.joins)]
         if not ready:
             return None
         tier = min(one.tier for one in ready)
         same = [one for one in ready if one.tier == tier]
-        self._charge(same)
+        self._charge(same, fits)
         reserve = min(one.reserve for one in same)
         # the last of them makes no trial behind it longer
         items = [(one.gain, one.trial_seconds + one.proof) for one in same]
@@ -548,7 +474,7 @@ class Planner:
             chosen = max(same, key=lambda one: one.gain / (one.trial_seconds + proofs[one.step.id]))
         else:
             chosen = max(worth, key=lambda one: one.rate)
-        chosen.why = _why(chosen, len(able))
+        chosen.why = chosen.explained(len(able))
         return chosen
 
 
@@ -585,16 +511,3 @@ def _without(row: StepOutcome, cause: Cause) -> float | None:
     base, new = (sum(getattr(speed, name) for speed in row.speed) for name in ("base_ms", "new_ms"))
     rest = new - cause.ms
     return base / rest if 0 < rest < base else None
-
-
-def _why(chosen: Candidate, able: int) -> str:
-    worth = f"{chosen.ratio:.2f}× predicted for {chosen.seconds:.0f} s"
-    if chosen.prediction.ratio is None:
-        worth = f"nothing predicted, for {chosen.seconds:.0f} s"
-    if chosen.cause is not None:
-        return f"{worth}; it comes first because of a cause that was named: {chosen.cause.text}"
-    if chosen.step.searches:
-        return f"{worth}; it searches, on the final shape of the model"
-    if chosen.is_again:
-        return f"{worth}; again, as another step was kept since"
-    return f"{worth}, the most a second of {able} that could be tried" if able > 1 else worth

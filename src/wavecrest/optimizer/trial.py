@@ -20,7 +20,7 @@ from wavecrest.optimizer.verdict import is_hidden_by_resolution, judge, speeds
 from wavecrest.records import BucketProfile, StepOutcome
 
 if TYPE_CHECKING:
-    from wavecrest.optimizer.planner import Candidate
+    from wavecrest.optimizer.candidate import Candidate
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Found, Step
     from wavecrest.records import Verdict

@@ -49,7 +49,8 @@ class Found:
     `params` is JSON and is all that `apply` needs to do the same again from a plan file. `saved` is the share of the
     sites' own time that was saved where the step tried them alone, `saved_ms` the milliseconds in all buckets together;
     None where it did not. `rows` are those of each site's input, where the step saw them. `compiles`: its trial
-    compiles the model, though that is not the step's phase; `title` is what the table shows then.
+    compiles the model, though that is not the step's phase; `title` is what the table shows then. `parts`: of a step
+    that joins others, what each of them found.
     """
 
     sites: tuple[str, ...]
@@ -60,6 +61,11 @@ class Found:
     rows: tuple[int, ...] = ()
     compiles: bool = False
     title: str = ""
+    parts: tuple[Found, ...] = ()
+
+
+# a step's id and the ratio it was measured at; None: it was not tried
+Tie = tuple[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,9 @@ class StepContext:
     uncapturable: bool = False
     # whether layer norms of the model with the steps kept so far are kernels of wavecrest
     own_layer_norms: bool = False
-    # steps that tied by a gain and fit those in force, the largest first: id and measured ratio
-    ties: Sequence[tuple[str, float]] = ()
+    # steps that tied by a gain and fit those in force, the largest first; then those that could not be tried without
+    # one that lost by a little, and that one
+    ties: Sequence[Tie] = ()
     # seconds of the budget that are left for trials of steps
     seconds_left: float = float("inf")
     # the bandwidth and FLOP/s that the device reaches; None where they were not measured
@@ -166,6 +173,7 @@ class Step:
         group: steps of one group exclude each other; a kept one replaces the one before.
         params_type: schema of the parameters that `apply` takes; None: a plan may hold any.
         tried_after: ids of steps that are tried before this one where both apply, as they change its sites.
+        needs: ids of steps without which it finds no sites, as those are the first part of its change.
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
         joins: it applies steps that tied together; its sites depend on `StepContext.ties` too.
@@ -180,6 +188,7 @@ class Step:
     group: str | None = None
     params_type: type[Params] | None = None
     tried_after: Sequence[str] = ()
+    needs: Sequence[str] = ()
     searches: bool = False
     cures: Sequence[CauseKind] = ()
     joins: bool = False

@@ -35,7 +35,9 @@ class FuseAppend(Step):
     title = "rotation and cache update → flash_decoding"
     level = 4
     params_type = RotarySites
-    # attention has to be ours; behind it, no other step finds the function that rotates
+    # attention has to be ours
+    needs = ("replace_attention",)
+    # behind it, no other step finds the function that rotates
     tried_after = ("replace_attention", "replace_rotary", "fuse_qkv")
 
     def find(self, context: StepContext) -> Found:

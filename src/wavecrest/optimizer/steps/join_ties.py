@@ -1,13 +1,13 @@
 """Steps whose gains were too small to be kept one by one, as one step: together they may be worth it.
 
 Each gained less than what a step must gain, or less than could be told apart from nothing. Two of 1.7 and 2.1 % on a
-decoding 8 B Llama (H200, 2026-11-26) are 3.8 %.
+decoding 8 B Llama (H200, 2026-11-26) are 3.8 %. A step that needs one which lost by a little is tried with it here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
+
+    from wavecrest.optimizer.steps.base import Tie
 
 
 class TiedStep(Params):
@@ -32,6 +34,13 @@ class TiedSteps(Params):
     """The steps in the order in which they are applied: each one's sites are those behind the ones before."""
 
     steps: Annotated[list[TiedStep], Field(min_length=2)]
+
+
+class _Part(NamedTuple):
+    """A step, and its sites behind the steps before it."""
+
+    id: str
+    found: Found
 
 
 class JoinTies(Step):
@@ -67,14 +76,29 @@ class JoinTies(Step):
         return []
 
     def find(self, context: StepContext) -> Found:
-        """The sites of each step that tied by a gain, on the model with those before it applied."""
+        """The sites of each step that tied by a gain or could not be tried, behind those of the steps before it."""
+        found = self._found(context, context.ties)
+        # what alone was no faster is joined for a step that needs it
+        needed = {name for row in found for name in self._step(row.id).needs}
+        useful = [(name, ratio) for name, ratio in context.ties if ratio is None or ratio > 1 or name in needed]
+        if len(useful) < len(context.ties):
+            found = self._found(context, useful)
+        if len(found) < 2:
+            return Found((), note="no two steps of this run have gained less than what is kept")
+        return Found(
+            tuple(f"{self._step(row.id).title} × {len(row.found.sites)}" for row in found),
+            {"steps": [{"id": row.id, "params": row.found.params} for row in found]},
+            parts=tuple(row.found for row in found),
+        )
+
+    def _found(self, context: StepContext, ties: Sequence[Tie]) -> list[_Part]:
+        """The steps that find sites behind one another; of those that exclude each other the one that gained most."""
         assert context.model is not None
-        own, joined = context.model, list[dict[str, Any]]()
-        titles: list[str] = []
+        own, parts = context.model, list[_Part]()
         made = structural_copy(own)
         try:
-            for step in _in_order([self._step(name) for name, _ in context.ties]):
-                if any(step.excludes(self._step(row["id"])) for row in joined):
+            for step in _in_order([self._step(name) for name, _ in ties]):
+                if any(step.excludes(self._step(row.id)) for row in parts):
                     continue
                 context.model = made
                 # it is of another model
@@ -82,20 +106,25 @@ class JoinTies(Step):
                 found = step.find(context)
                 if found.sites:
                     made = apply_step(made, step, found.params)
-                    joined.append({"id": step.id, "params": found.params})
-                    titles.append(f"{step.title} × {len(found.sites)}")
+                    parts.append(_Part(step.id, found))
         finally:
             context.model = own
             context.shared.clear()
-        if len(joined) < 2:
-            return Found((), note="no two steps of this run have gained less than what is kept")
-        return Found(tuple(titles), {"steps": joined})
+        return parts
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """The product of what each was measured at."""
-        measured = dict(context.ties)
-        ratios = [measured[row["id"]] for row in found.params["steps"]]
-        return Prediction(math.prod(ratios), f"measured one by one: {' × '.join(f'{ratio:.3f}' for ratio in ratios)}")
+        """The product of what each was measured at, and of what is predicted of a step that could not be tried."""
+        known, measured, predicted = dict(context.ties), list[float](), list[Prediction]()
+        for row, made in zip(found.params["steps"], found.parts, strict=True):
+            ratio = known[row["id"]]
+            if ratio is None:
+                predicted.append(self._step(row["id"]).predict(made, context))
+            else:
+                measured.append(ratio)
+        basis = f"measured one by one: {' × '.join(f'{ratio:.3f}' for ratio in measured)}"
+        for one in predicted:
+            basis += f"; {one.ratio or 1.0:.3f} by prediction: {one.basis}"
+        return Prediction(math.prod(measured) * math.prod(one.ratio or 1.0 for one in predicted), basis)
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """One after the other."""
