@@ -1,4 +1,4 @@
-"""What the planner chooses among: a step, what it is worth on the model as it is, and what trying it costs."""
+"""A step that may be tried next: its gain on the model as it is, and the seconds of its trial."""
 
 from __future__ import annotations
 
