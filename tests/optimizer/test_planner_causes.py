@@ -80,6 +80,22 @@ def test_the_cure_of_a_named_cause_is_tried_next_and_then_what_had_lost(run: Run
     assert [row.id for row in rest] == ["other"]
 
 
+def test_a_cure_that_compiles_first_goes_by_its_gain(run: Run) -> None:
+    """It makes the surgery behind it dearer: the cause raises what is predicted of it, and not its rank."""
+
+    class Compiles(Repairs):
+        id, phase = "compile:default", "compile"
+        title = "repairs"
+
+    workload = from_example(*slow())
+    steps = LosesByMath(), Other(), Compiles()
+    record = run(*steps, workload=workload, analysis=Masked(workload), budget=200.0).record
+    lost, other, cure = record.steps[:3]
+    assert (lost.id, other.id, cure.id) == ("loses", "other", "compile:default")
+    assert "loses lost by it: attention 3 → 12 ms" in cure.prediction and cure.predicted is not None
+    assert cure.predicted > 1.4
+
+
 def test_without_a_cure_the_order_is_that_of_the_predictions(run: Run) -> None:
     class Harmless(Repairs):
         cures = ("layout",)

@@ -101,7 +101,10 @@ class Candidate:
         if self.step.phase == "weights":
             # asked for by name, and all others work on what it makes
             return -1
-        if self.cause is not None:
+        if self.cause is not None and self.kind != "first":
+            # a first compilation makes all surgery behind it dearer: what it cures is predicted as its gain, no more.
+            # A prompt of an 8 B Llama was compiled for the cause of a tie, and had no time then for what gains 11 %
+            # (H200, 2026-11-28)
             return 0
         # joined ties are before each tie by itself again: of an 8 B Llama four second trials took 35 s of 170, and all
         # tied (H200, 2026-11-28, evidence/nvidia-h200/2026-11-28_zoo_twentieth_gpu_0.jsonl.gz)

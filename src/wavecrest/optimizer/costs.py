@@ -29,6 +29,9 @@ OWN_NORMS_FACTOR = 2.0
 # s, then 9.2 s; 2026-11-25, torch 2.11), and that one of code that did not change takes, as Inductor's cache has it
 # (1.3 to 2.4 s after 21 s, H200, 2026-11-20; 3.3 s after 17.5 s of a BERT-base, H100, 2026-11-26), until it is measured
 LATER_SHARE, CAPTURED_SHARE = 0.4, 0.2
+# part of the first compilation that a fresh process takes, whose caches on disk have the code: it traces anew. 0.03 to
+# 1.12 in 41 runs of the zoo, with a median of 0.47 (H200, 2026-11-26 to 2026-11-28, "first calls of a process" there)
+PROCESS_SHARE = 0.5
 # a search at compile time against a plain compilation: 2 to 5 times as long for a 16-layer Llama, over 6 times for a
 # float32 BERT with two buckets (H200, 2026-11-20)
 SEARCH_FACTOR = 6.0
@@ -37,8 +40,8 @@ GATE_SECONDS = 2.0
 # the end of the run may take this part of a small budget to look again
 SMALL_SHARE = 0.6
 # where there is time, the final gate compiles the result again, which takes about one later compilation; and for other
-# shapes and arguments by name, which takes these many more, or the first one again, as no cache has that code (33 to 58
-# s after 24 to 31 s, a CLIP and a Swin-T on one H200, 2026-11-27)
+# shapes and arguments by name, which takes as many more, later ones or first ones, as no cache has that code (33 to 58
+# s after 24 to 31 s, a CLIP and a Swin-T; 107 s with all of it after 43 s, a prompt of an 8 B Llama; H200, 2026-11-28)
 FINAL_COMPILATIONS, SHAPES_COMPILATIONS = 1, 2
 
 
@@ -140,7 +143,7 @@ class Costs:
     @property
     def cached(self) -> float:
         """Seconds of a compilation in a fresh process whose code the caches on disk have."""
-        return self._tracing or CAPTURED_SHARE * self.compilation
+        return self._tracing or PROCESS_SHARE * self.compilation
 
     @property
     def serving(self) -> float:
@@ -150,7 +153,7 @@ class Costs:
     @property
     def recompiling(self) -> float:
         """Seconds that the final gate takes to compile the result for other shapes and arguments by name."""
-        return max(SHAPES_COMPILATIONS * self._later, self.compilation)
+        return SHAPES_COMPILATIONS * max(self._later, self.compilation)
 
     def final(self, budget: float, *, compiled: bool, looks: int | None = None, recompiled: bool = True) -> float:
         """Seconds to leave for the end of the run: one look, and as many more as SMALL_SHARE of the budget holds.

@@ -10,7 +10,7 @@ before the trial that joins its ties; second attempts come after all first ones;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,9 @@ SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
 PROMISING = 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
-# steps look at the model again after each kept step where that takes at most this share of the time left; otherwise the
-# chosen step alone does
+# steps look at the model again after each kept step where all that do take at most this share of the time left; others
+# look when they are chosen, or when nothing else is left. An 8 B Llama's linear layers, timed alone, took 11 s: its
+# rotations and cache updates waited for them behind all second attempts (H200, 2026-11-28)
 LOOK_SHARE = 0.02
 # a step that another one needs is tried together with it where it alone was no slower than this: of 16 sequences of an
 # 8 B Llama attention alone was 0.99 times as fast on one H200 and 1.03 on another, and the rotation and cache update,
@@ -93,8 +94,8 @@ class Planner:
     run: RunState
     steps: Sequence[Step]
     _looks: dict[str, _Look] = field(default_factory=dict)
-    # seconds that the longest look of all open steps took, and the longest of a step that looks long
-    _looking: float = 0.0
+    # seconds of each step's last look, and of the longest look of a step that looks long
+    _seconds: dict[str, float] = field(default_factory=dict)
     _longest_look: float = 0.0
 
     def next(self) -> Candidate | None:
@@ -107,16 +108,18 @@ class Planner:
     def _next(self, *, late: bool) -> Candidate | None:
         """The candidate to try, of the steps that have looked or may look; with `late` of all that a trial fits for."""
         if self._is_uncapturable:
-            self._look([step for step in self.steps if step.phase == "capture"], again=True)
+            self._look_again([step for step in self.steps if step.phase == "capture"])
         while True:
             steps = [row for row in self._open() if not self._is_late(row[0]) or (late and self._can_look(row[0]))]
-            cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
-            self._look([step for step, _ in steps if self._has_looked(step)], again=cheap)
+            looked = [step for step, _ in steps if self._has_looked(step)]
+            self._look(looked, again=self._affordable(looked))
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
+            if not self._has_surgery(candidates) and self._look_again([step for step, _ in steps if step.joins]):
+                continue
             chosen = self._choose([one for one in candidates if one.is_able or (one.unseen and not one.is_hopeless)])
             if chosen is not None and chosen.unseen:
                 # it is worth a long look now
-                self._look([chosen.step], again=True)
+                self._look_again([chosen.step])
                 continue
             # what was found on an earlier ground may be gone, and what was not found may be there now: it comes before
             # a step of which nothing is predicted
@@ -126,8 +129,26 @@ class Planner:
             hopeless = {one.step.id for one in candidates if one.is_hopeless}
             doubtful = [step for step in doubtful if step.id not in hopeless]
             doubtful = [step for step in doubtful if not self._looks_long(step) or self._holds_look(step)]
-            if not self._look(doubtful, again=True):
+            if not self._look_again(doubtful):
                 return chosen
+
+    def _has_surgery(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a first attempt at surgery fits in the time left: ties are joined once all of it was tried."""
+        return any(
+            one.attempt == 1 and can_join(one.step) and one.trial_seconds + one.reserve <= self.run.seconds_left
+            for one in candidates
+            if one.is_able or (one.unseen and not one.is_hopeless)
+        )
+
+    def _affordable(self, steps: Sequence[Step]) -> set[str]:
+        """The ids of steps that may look again after each kept step: the quickest, as many as LOOK_SHARE holds."""
+        left, found = LOOK_SHARE * self.run.seconds_left, set[str]()
+        for step in sorted(steps, key=lambda step: self._seconds.get(step.id, 0.0)):
+            left -= self._seconds.get(step.id, 0.0)
+            # joined steps look for all their sites once more
+            if left >= 0 and not step.joins:
+                found.add(step.id)
+        return found
 
     def rest(self) -> list[Candidate]:
         """First attempts that were not made: refused, nothing to change, or no time."""
@@ -252,19 +273,23 @@ class Planner:
                 found |= {name: close[name] for name in step.needs} | {step.id: None}
         return tuple(found.items())
 
-    def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
+    def _look_again(self, steps: Sequence[Step]) -> bool:
+        """Look and predict where ground or profile changed; False if they are as they were."""
+        return self._look(steps, again={step.id for step in steps})
+
+    def _look(self, steps: Sequence[Step], *, again: Container[str]) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.
 
         Args:
             steps: to look for.
-            again: also where the step has looked on another ground; else it only predicts anew.
+            again: ids of steps that look again on another ground; others that have looked only predict anew.
         """
         run, context = self.run, self.run.context
         known = {step.id: self._looks.get(step.id) for step in steps}
         moved = {
             step.id
             for step in steps
-            if (look := known[step.id]) is None or (again and look.ground != self._ground(step))
+            if (look := known[step.id]) is None or (step.id in again and look.ground != self._ground(step))
         }
         changed = [step for step in steps if step.id in moved or known[step.id].profile is not context.profile]  # type: ignore[union-attr]
         if not changed:
@@ -282,7 +307,9 @@ class Planner:
             for step in changed:
                 look = known[step.id]
                 if look is None or step.id in moved:
+                    started = run.now()
                     found, problem = self._find(step)
+                    self._seconds[step.id] = run.now() - started
                     look = _Look(found, problem, Prediction(None, ""), self._ground(step), None)
                 look.prediction, look.profile = self._predict(step, look.found), context.profile
                 self._looks[step.id] = look
@@ -294,10 +321,8 @@ class Planner:
             # the tensors that surgery made are not held while candidates are timed
             context.model = None
             context.shared.clear()
-        took = run.now() - begin
-        self._looking = max(self._looking, took)
         if any(self._looks_long(step) for step in steps if step.id in moved):
-            self._longest_look = max(self._longest_look, took)
+            self._longest_look = max(self._longest_look, run.now() - begin)
         return bool(moved)
 
     def _find(self, step: Step) -> tuple[Found | None, Exception | None]:
@@ -453,10 +478,9 @@ class Planner:
             left += LATE_SHARE * self.run.options.budget
             fits = [one for one in able if one.trial_seconds + one.reserve <= left]
         waiting = {one.step.id for one in fits if one.attempt == 1}
-        # ties of surgery are joined once all of it was tried: without them the joined trial would come once more
-        surgery = any(one.attempt == 1 and can_join(one.step) for one in fits)
         ready = [one for one in fits if not waiting.intersection(one.step.tried_after)]
-        ready = [one for one in ready if not (surgery and one.step.joins)]
+        if self._has_surgery(fits):
+            ready = [one for one in ready if not one.step.joins]
         if not ready:
             return None
         tier = min(one.tier for one in ready)

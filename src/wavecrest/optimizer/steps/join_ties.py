@@ -77,6 +77,9 @@ class JoinTies(Step):
 
     def find(self, context: StepContext) -> Found:
         """The sites of each step that tied by a gain or could not be tried, behind those of the steps before it."""
+        none = Found((), note="no two steps of this run have gained less than what is kept")
+        if len(context.ties) < 2:
+            return none
         found = self._found(context, context.ties)
         # what alone was no faster is joined for a step that needs it
         needed = {name for row in found for name in self._step(row.id).needs}
@@ -84,7 +87,7 @@ class JoinTies(Step):
         if len(useful) < len(context.ties):
             found = self._found(context, useful)
         if len(found) < 2:
-            return Found((), note="no two steps of this run have gained less than what is kept")
+            return none
         return Found(
             tuple(f"{self._step(row.id).title} × {len(row.found.sites)}" for row in found),
             {"steps": [{"id": row.id, "params": row.found.params} for row in found]},
