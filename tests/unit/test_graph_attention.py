@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 from wavecrest.graphs import attention, fusions
+from wavecrest.graphs.nodes import tensors
 from wavecrest.graphs.root import traceable
 from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
@@ -258,6 +260,36 @@ def test_what_is_left_alone(function: Any) -> None:
     count, made, expected, _ = run(Attention(function), X)
     assert count == 0
     same(made, expected)
+
+
+@pytest.mark.parametrize(("place", "count"), [("before", 1), ("between", 0)])
+def test_a_kernel_in_the_graph_writes_its_arguments_and_nothing_else(place: str, count: int) -> None:
+    """Norms of ours are Triton kernels there: behind them no attention and no constant was found (2026-11-28)."""
+    found: list[int] = []
+    module = Attention(lambda m, q, k, v, _mask: plain(q @ k.mT + m.table.exp(), v))
+
+    def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
+        nodes = list(graph.graph.nodes)
+        product, weights = (next(i for i, one in enumerate(nodes) if one.target in wanted) for wanted in (
+            attention.GEMMS, attention.SOFTMAXES
+        ))  # fmt: skip
+        (x,) = [one for one in nodes if one.op == "placeholder" and tensors(one)[0].shape == X.shape]
+        # q, before or after the scores have read it
+        written, behind = (x, x) if place == "before" else (nodes[product].args[0], nodes[weights])
+        with graph.graph.inserting_after(behind):
+            graph.graph.call_function(triton_kernel_wrapper_mutation, (), {
+                "kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {},
+                "kwargs": {"x_ptr": written},
+            })  # fmt: skip
+        made = fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: True)
+        found.extend((made.counts.attention, made.counts.constants))
+        # there is no such kernel to be called
+        return lambda *_args: (torch.zeros_like(X),)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, dynamic=False)(X)
+    assert found[0] == count and found[1] > 0
 
 
 def test_gradients_keep_pytorchs_own() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils import _pytree as pytree
 
 # functions that write into their first argument
@@ -106,12 +107,26 @@ def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 
 def has_values(graph: fx.Graph) -> bool:
-    """Whether every call that takes tensors has an example value, which alone says what shares memory."""
+    """Whether every call that takes tensors has an example value, which alone says what shares memory.
+
+    Those that make none need none.
+    """
     return all(
-        "example_value" in node.meta or sets_items(node) or not any(tensors(one) for one in node.all_input_nodes)
+        "example_value" in node.meta
+        or sets_items(node)
+        or is_kernel(node)
+        or not any(tensors(one) for one in node.all_input_nodes)
         for node in graph.nodes
         if node.op in CALLS
     )
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node launches a Triton kernel, which writes into some of its arguments and has no value itself.
+
+    All of them count as written (`written`).
+    """
+    return node.target is triton_kernel_wrapper_mutation
 
 
 def sets_items(node: fx.Node) -> bool:
