@@ -118,7 +118,8 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
 
     What the chunks' kernel rounds of 16-bit inputs (`rounded`): the weighted keys and the weighted products that matrix
     units take, the states between chunks, h. In float32: exponents, relative to their size, and sums. A product is off
-    by its unit, so that sums are off by that of absolute products, which the recurrence carries beside the states.
+    by its unit, so that sums are off by that of absolute products, which the recurrence carries beside the states. A
+    weight of float16 below 2⁻¹⁴ is off by up to 2⁻²⁵, which counts where the normaliser is small too (dk = 1).
     """
     unit = ROUNDING[call.q.dtype]
     single = ROUNDING[F64 if call.q.dtype == F64 else F32]
@@ -138,6 +139,7 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
     half = unit if rounded and call.q.dtype != F64 else 0.0
     # weights of 16 bits: the key or product, and of an older token the state between chunks
     each = (2.1 * half if call.q.dtype != F32 else 0.0) + 8 * single
+    tiny = 2.0**-25 if rounded and call.q.dtype == F16 else 0.0
     for index, (row, begin, end) in enumerate(whole):
         for head in range(heads):
             c = torch.zeros(dk, dv, dtype=F64)
@@ -148,10 +150,12 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
                 m = m if call.m_initial is None else call.m_initial.reshape(shape)[index, head].cpu().double()
             # absolute sums of the same weights; what exponents are off by, in units of float32, grows with tokens
             c_abs, n_abs, age = c.abs(), n.abs(), torch.zeros((), dtype=F64)
+            v_abs = torch.zeros(dv, dtype=F64)
             for t in range(begin, end):
                 at = (row, head, t)
                 if call.resets is not None and bool(call.resets[row, t]):
-                    c, n, m, c_abs, n_abs, age = (torch.zeros_like(one) for one in (c, n, m, c_abs, n_abs, age))
+                    kept = (c, n, m, c_abs, n_abs, age, v_abs)
+                    c, n, m, c_abs, n_abs, age, v_abs = (torch.zeros_like(one) for one in kept)
                 top = torch.maximum(lf[at] + m, i[at]) if exponential else torch.zeros((), dtype=F64)
                 forget = torch.exp(lf[at] + (m - top if exponential else 0.0))
                 take = torch.exp(i[at] - top)
@@ -159,13 +163,15 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
                 n = forget * n + take * k[at]
                 c_abs = forget * c_abs + take * torch.outer(k[at].abs(), v[at].abs())
                 n_abs = forget * n_abs + take * k[at].abs()
+                v_abs = v_abs + v[at].abs()
                 m = top
                 # an exponent is off by its own size and that of the gates it is a sum of
                 age = age * forget + 8 + 6 * (lf[at].abs() + i[at].abs() * take + cap)
                 off = each + single * (age + 4 * math.sqrt(t + 1 - begin) + 4 * math.sqrt(dk) + 4 * m.abs())
                 s = dk**-0.5
                 num, num_abs = s * q[at] @ c, s * q[at].abs() @ c_abs
-                y, y_off = num, off * num_abs
+                # a weight of each token's product, or of its key
+                y, y_off = num, off * num_abs + tiny * (1 + s * q[at].abs().sum()) * v_abs
                 if call.normalize:
                     den = (s * q[at] @ n).abs()
                     # sums of weights in float32 alone
