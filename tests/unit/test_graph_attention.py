@@ -264,7 +264,7 @@ def test_what_is_left_alone(function: Any) -> None:
 
 @pytest.mark.parametrize(("place", "count"), [("before", 1), ("between", 0)])
 def test_a_kernel_in_the_graph_writes_its_arguments_and_nothing_else(place: str, count: int) -> None:
-    """Norms of ours are Triton kernels there: behind them no attention and no constant was found (2026-11-28)."""
+    """wavecrest's norms are Triton kernels there: behind them no attention and no constant was found (2026-11-28)."""
     found: list[int] = []
     module = Attention(lambda m, q, k, v, _mask: plain(q @ k.mT + m.table.exp(), v))
 
