@@ -125,6 +125,16 @@ def standins() -> Iterator[None]:
 
 
 @pytest.fixture
+def unchosen() -> Iterator[list[tuple[int, ...]]]:
+    """Calls that "planted" ran, a backend of gemm that nothing chooses."""
+    from tests.toy import counting
+    from wavecrest.dispatch import registry
+
+    with counting(registry.get("gemm"), priority=-1) as made:
+        yield made
+
+
+@pytest.fixture
 def users_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of as many bytes as a user's bench makes stands beside an op."""
     monkeypatch.setitem(_copy_bytes, "cpu", _USERS_COPY)

@@ -150,12 +150,13 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
                 m = m if call.m_initial is None else call.m_initial.reshape(shape)[index, head].cpu().double()
             # absolute sums of the same weights; what exponents are off by, in units of float32, grows with tokens
             c_abs, n_abs, age = c.abs(), n.abs(), torch.zeros((), dtype=F64)
-            v_abs = torch.zeros(dv, dtype=F64)
+            # of each token since the last reset, what is left of its weight
+            since, left = begin, torch.zeros(0, dtype=F64)
             for t in range(begin, end):
                 at = (row, head, t)
                 if call.resets is not None and bool(call.resets[row, t]):
-                    kept = (c, n, m, c_abs, n_abs, age, v_abs)
-                    c, n, m, c_abs, n_abs, age, v_abs = (torch.zeros_like(one) for one in kept)
+                    c, n, m, c_abs, n_abs, age = (torch.zeros_like(one) for one in (c, n, m, c_abs, n_abs, age))
+                    since, left = t, left[:0]
                 top = torch.maximum(lf[at] + m, i[at]) if exponential else torch.zeros((), dtype=F64)
                 forget = torch.exp(lf[at] + (m - top if exponential else 0.0))
                 take = torch.exp(i[at] - top)
@@ -163,15 +164,20 @@ def exact(call: MlstmCall, rounded: bool = True) -> Exact:
                 n = forget * n + take * k[at]
                 c_abs = forget * c_abs + take * torch.outer(k[at].abs(), v[at].abs())
                 n_abs = forget * n_abs + take * k[at].abs()
-                v_abs = v_abs + v[at].abs()
                 m = top
                 # an exponent is off by its own size and that of the gates it is a sum of
                 age = age * forget + 8 + 6 * (lf[at].abs() + i[at].abs() * take + cap)
                 off = each + single * (age + 4 * math.sqrt(t + 1 - begin) + 4 * math.sqrt(dk) + 4 * m.abs())
                 s = dk**-0.5
                 num, num_abs = s * q[at] @ c, s * q[at].abs() @ c_abs
-                # a weight of each token's product, or of its key
-                y, y_off = num, off * num_abs + tiny * (1 + s * q[at].abs().sum()) * v_abs
+                y, y_off = num, off * num_abs
+                if tiny:
+                    # of each token's product and of its key, and of the state between chunks: no more than it is
+                    left = torch.cat([left * forget, take.view(1)])
+                    past = (row, head, slice(since, t + 1))
+                    keys, weight = left[:, None] * k[past].abs(), s * q[at].abs()
+                    each_off = (keys @ weight).clamp(max=tiny) + keys.clamp(max=tiny) @ weight
+                    y_off = y_off + each_off @ v[past].abs() + tiny * weight.sum()
                 if call.normalize:
                     den = (s * q[at] @ n).abs()
                     # sums of weights in float32 alone

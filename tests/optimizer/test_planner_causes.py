@@ -94,6 +94,7 @@ def test_a_cure_that_compiles_first_goes_by_its_gain(run: Run) -> None:
     assert (lost.id, other.id, cure.id) == ("loses", "other", "compile:default")
     assert "loses lost by it: attention 3 → 12 ms" in cure.prediction and cure.predicted is not None
     assert cure.predicted > 1.4
+    assert "; with a cause that was named: attention 3 → 12 ms" in cure.chosen and "comes first" not in cure.chosen
 
 
 def test_without_a_cure_the_order_is_that_of_the_predictions(run: Run) -> None:

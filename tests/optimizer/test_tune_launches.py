@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import Planted, TakePauseOut
-from tests.toy import counting
 from tests.unit.test_doctor import MI300X
 from wavecrest import hardware
 from wavecrest import nn as ours
@@ -31,6 +30,8 @@ from wavecrest.optimizer.steps.tune_launches import Choice, search
 STEP = step_by_id("tune_launches")
 A, B = (1, "a"), (1, "b")
 FAST, FASTER, SLOW, BROKEN = (("x", Config(BLOCK=size)) for size in (1, 2, 3, 4))
+
+pytestmark = pytest.mark.usefixtures("unchosen")
 
 
 class Replays:
@@ -103,13 +104,6 @@ def op() -> Op:
     return registry.get("gemm")
 
 
-@pytest.fixture(autouse=True)
-def calls(op: Op) -> Iterator[list[tuple[int, ...]]]:
-    """Calls that "planted" ran, a backend of gemm that nothing chooses."""
-    with counting(op, priority=-1) as made:
-        yield made
-
-
 def made() -> tuple[Workload, StepContext]:
     torch.manual_seed(0)
     workload = from_example(Two().eval(), torch.randn(4, 16))
@@ -164,7 +158,7 @@ def test_candidates_are_all_that_take_the_call_but_the_one_in_force(op: Op) -> N
 
 
 def test_what_it_finds_is_run_in_the_model_and_nowhere_else(
-    op: Op, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]
+    op: Op, monkeypatch: pytest.MonkeyPatch, unchosen: list[tuple[int, ...]]
 ) -> None:
     workload, context = made()
     up = key_of(op, workload.model.up)
@@ -181,21 +175,21 @@ def test_what_it_finds_is_run_in_the_model_and_nowhere_else(
     assert STEP.check_params(found.params) == []
 
     model = build(workload.model, AppliedSteps().plus(STEP, found.params))
-    calls.clear()
+    unchosen.clear()
     x = torch.randn(4, 16)
     with torch.no_grad():
         expected = workload.model(x)
-        assert calls == []
+        assert unchosen == []
         assert torch.allclose(model(x), expected, atol=1e-5)
-        assert calls == [(4, 16)]
+        assert unchosen == [(4, 16)]
         # a copy, as of a result that is given away, does the same
         copied = copy.deepcopy(model)
-        assert torch.allclose(copied(x), expected, atol=1e-5) and len(calls) == 2
+        assert torch.allclose(copied(x), expected, atol=1e-5) and len(unchosen) == 2
         # calls with other keys run as they did
         model(torch.randn(70, 16))
-        assert len(calls) == 2
+        assert len(unchosen) == 2
         workload.model(x)
-        assert len(calls) == 2
+        assert len(unchosen) == 2
 
 
 def test_nothing_faster_is_told_with_what_was_tried(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

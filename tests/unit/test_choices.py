@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.toy import counting
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.choices import Choices
 from wavecrest.dispatch.op import Op
 from wavecrest.ops._gemm.call import GemmCall, linear_call
+
+pytestmark = pytest.mark.usefixtures("unchosen")
 
 
 @pytest.fixture
@@ -20,32 +20,25 @@ def op() -> Op:
     return registry.get("gemm")
 
 
-@pytest.fixture(autouse=True)
-def calls(op: Op) -> Iterator[list[tuple[int, ...]]]:
-    """Calls that "planted" ran, a backend of gemm that nothing chooses."""
-    with counting(op, priority=-1) as made:
-        yield made
-
-
 def call(rows: int, columns: int = 8) -> GemmCall:
     return linear_call(torch.randn(rows, 16), torch.randn(columns, 16))
 
 
-def test_they_hold_inside_and_not_outside(op: Op, calls: list[tuple[int, ...]]) -> None:
+def test_they_hold_inside_and_not_outside(op: Op, unchosen: list[tuple[int, ...]]) -> None:
     chosen = Choices(op, {op.key(call(1)): ("planted", None)}, "found here")
     op(call(1))
-    assert len(calls) == 0
+    assert len(unchosen) == 0
     for times in (1, 2):
         with chosen:
             op(call(1))
-            assert len(calls) == times
+            assert len(unchosen) == times
             decision = op.decide(call(1))
             assert (decision.backend, decision.source, decision.reason) == ("planted", "exact", "found here")
             # calls with another key run as outside
             op(call(1, 24))
-            assert len(calls) == times
+            assert len(unchosen) == times
         op(call(1))
-        assert len(calls) == times and op.decide(call(1)).backend != "planted"
+        assert len(unchosen) == times and op.decide(call(1)).backend != "planted"
 
 
 def test_they_go_before_pins_which_are_back_afterwards(op: Op) -> None:
@@ -77,7 +70,9 @@ def test_what_was_decided_for_other_calls_is_told_outside(op: Op) -> None:
     assert [decision.key for decision, _ in op.decisions()] == [op.key(call(1, 24))]
 
 
-def test_decisions_inside_are_made_once(op: Op, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]) -> None:
+def test_decisions_inside_are_made_once(
+    op: Op, monkeypatch: pytest.MonkeyPatch, unchosen: list[tuple[int, ...]]
+) -> None:
     chosen = Choices(op, {op.key(call(1)): ("planted", None)}, "found here")
     made: list[object] = []
     decide = Op._decide
@@ -90,7 +85,7 @@ def test_decisions_inside_are_made_once(op: Op, monkeypatch: pytest.MonkeyPatch,
     op.forget()
     with chosen:
         op(call(1))
-    assert len(made) == 2 and len(calls) == 4
+    assert len(made) == 2 and len(unchosen) == 4
 
 
 def test_one_thread_at_a_time_has_them(op: Op) -> None:

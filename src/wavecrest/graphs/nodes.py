@@ -109,7 +109,7 @@ def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 def has_values(graph: fx.Graph) -> bool:
     """Whether every call that takes tensors has an example value, which alone says what shares memory.
 
-    Those that make none need none.
+    A call that makes nothing, and only writes, needs none.
     """
     return all(
         "example_value" in node.meta

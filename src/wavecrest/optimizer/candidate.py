@@ -96,15 +96,22 @@ class Candidate:
         return bool(self.unseen) and self.gain <= 0
 
     @property
+    def is_cure(self) -> bool:
+        """Whether a cause has it tried first. A first compilation goes by its gain, of which the cause is a part.
+
+        It makes all surgery behind it dearer. A prompt of an 8 B Llama was compiled for the cause of a tie, and had no
+        time then for what gains 8 % (H200, evidence/nvidia-h200/2026-11-28_zoo_twentysecond_gpu_1.jsonl.gz and
+        _twentythird_gpu_1).
+        """
+        return self.cause is not None and self.kind != "first"
+
+    @property
     def tier(self) -> int:
         """Other weights, cures, first attempts, second attempts, searches; a lower tier goes first."""
         if self.step.phase == "weights":
             # asked for by name, and all others work on what it makes
             return -1
-        if self.cause is not None and self.kind != "first":
-            # a first compilation makes all surgery behind it dearer: what it cures is predicted as its gain, no more.
-            # A prompt of an 8 B Llama was compiled for the cause of a tie, and had no time then for what gains 11 %
-            # (H200, 2026-11-28)
+        if self.is_cure:
             return 0
         # joined ties are before each tie by itself again: of an 8 B Llama four second trials took 35 s of 170, and all
         # tied (H200, 2026-11-28, evidence/nvidia-h200/2026-11-28_zoo_twentieth_gpu_0.jsonl.gz)
@@ -116,7 +123,8 @@ class Candidate:
         if self.prediction.ratio is None:
             worth = f"nothing predicted, for {self.seconds:.0f} s"
         if self.cause is not None:
-            return f"{worth}; it comes first because of a cause that was named: {self.cause.text}"
+            how = "it comes first because of" if self.is_cure else "with"
+            return f"{worth}; {how} a cause that was named: {self.cause.text}"
         if self.step.searches:
             return f"{worth}; it searches, on the final shape of the model"
         if self.is_again:

@@ -3,8 +3,9 @@
 Predictions are made again after every kept step and every diagnosis. Taken are the steps that gain most a second as
 long as they fit, or those that gain most together (a knapsack) where cheap steps would use up the time of a much better
 one; the one of them that gains most a second is next. Four rules stand above the gain. A step that cures a cause which
-a diagnosis named comes first; steps named by `Step.tried_after` come before that step, and first attempts at surgery
-before the trial that joins its ties; second attempts come after all first ones; steps that search come last.
+a diagnosis named comes first, but for a first compilation; steps named by `Step.tried_after` come before that step, and
+first attempts at surgery before the trial that joins its ties; second attempts come after all first ones; steps that
+search come last.
 """
 
 from __future__ import annotations
@@ -143,10 +144,11 @@ class Planner:
     def _affordable(self, steps: Sequence[Step]) -> set[str]:
         """The ids of steps that may look again after each kept step: the quickest, as many as LOOK_SHARE holds."""
         left, found = LOOK_SHARE * self.run.seconds_left, set[str]()
-        for step in sorted(steps, key=lambda step: self._seconds.get(step.id, 0.0)):
+        # joined steps look for all their sites once more, when all surgery was tried
+        single = [step for step in steps if not step.joins]
+        for step in sorted(single, key=lambda step: self._seconds.get(step.id, 0.0)):
             left -= self._seconds.get(step.id, 0.0)
-            # joined steps look for all their sites once more
-            if left >= 0 and not step.joins:
+            if left >= 0:
                 found.add(step.id)
         return found
 
