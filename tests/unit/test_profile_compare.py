@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wavecrest import profile
 from wavecrest.measure.workload import from_example
 from wavecrest.profile.compare import causes
+from wavecrest.profile.trace import OUTSIDE
 from wavecrest.records import BucketProfile, OpTime
 
 
@@ -77,6 +78,20 @@ def test_gaps_inside_a_graph_are_nobody_s_wait_for_the_host() -> None:
     (only,) = causes(gpu(GEMM, FUSED, launches=3), gpu(GEMM, FUSED, idle=1.9, launches=3))
     assert only.kind == "launch_gaps"
     assert only.text == "the device has no work 33% of the time (3% before), between 24 kernels of a replayed graph"
+
+
+def test_attention_that_a_compiler_has_written_out_is_named() -> None:
+    products, softmax = row("aten::bmm", "gemm", 4.2), row("triton_per_fused__softmax_3", "normalisation", 1.1)
+    first, *_ = causes(gpu(GEMM, FUSED), gpu(products, softmax))
+    assert first.kind == "math_attention" and first.ms == pytest.approx(4.2 - 3.0 + 1.1 - 0.84)
+    assert first.text == ("12 calls of SDPA are written out: products take 1.2 ms more, softmax and norms 1.1 ms more")
+
+
+def test_attention_in_a_replayed_graph_is_not_written_out() -> None:
+    """The graph has no calls of SDPA, and its kernels are those of before."""
+    kernels = [row(OUTSIDE, "gemm", 3.4, kernel="nvjet_hsh_128x256"), row(OUTSIDE, "attention", 0.84)]
+    found = causes(gpu(GEMM, FUSED), gpu(*kernels, launches=3))
+    assert not any("written out" in cause.text for cause in found)
 
 
 def test_copies_to_the_host_are_named() -> None:
