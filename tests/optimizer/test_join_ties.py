@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,47 @@ def test_ties_are_joined_before_each_is_tried_again(run: Run) -> None:
     ]  # fmt: skip
 
 
+class Captures(Saves):
+    """Gains by itself as much as surgery that ties."""
+
+    phase, group = "capture", "capture"
+
+    def __init__(self, share: float) -> None:
+        super().__init__("capture", share, "capture")
+
+    def find(self, context: StepContext) -> Found:
+        return Found(("default",), {"share": self.share, "buckets": ["default"]})
+
+
+def test_a_capture_that_ties_is_kept_with_surgery_that_does(run: Run, tmp_path: Path) -> None:
+    """The gated MLP of an 8 B Llama gained 1.023, its capture 1.015: neither was kept (a prompt, H200, 2026-11-28)."""
+    steps = Saves("a", 0.026), Captures(0.024), JoinTies(step_by_id)
+    result = run(*steps, budget=300.0, min_gain=0.03, out=tmp_path)
+    joined, captured = result.record.steps[-2:]
+    assert rows(result) == {"a": "tie", "capture": "kept", "join_ties": "kept"}
+    assert joined.sites == ["a × 1", "capture"] and joined.params["steps"] == [{"id": "a", "params": {"share": 0.026}}]
+    measured = [row.ratio or 0 for row in result.record.steps[:2]]
+    assert joined.predicted == pytest.approx(math.prod(measured)) and joined.ratio == pytest.approx(1.05, abs=0.01)
+    assert (captured.id, captured.attempt, captured.ratio) == ("capture", 2, None)
+    assert "tried together with the step before it, small gains together" in captured.reason
+    # both are in force, the capture last, in the plan on disk too
+    kept = [row.id for row in result.plan.kept()]
+    assert kept == ["join_ties", "capture"] == [row.id for row in Plan.load(tmp_path / "plan.json").kept()]
+    assert result.record.result is not None and result.record.result.ratio == pytest.approx(1.05, abs=0.01)
+
+
+def test_a_capture_that_ties_alone_is_not_joined(run: Run) -> None:
+    """Nor one with surgery that gains nothing."""
+    result = run(Saves("a", 0.0), Captures(0.018), JoinTies(step_by_id), budget=300.0, min_gain=0.03)
+    assert rows(result)["join_ties"] == "skipped" and rows(result)["capture"] == "tie"
+
+
+def test_a_capture_is_not_joined_behind_a_compilation(run: Run) -> None:
+    ties = Saves("a", 0.022), Captures(0.018), JoinTies(step_by_id)
+    result = run(*ties, Compiles(2.0, share=0.3), budget=300.0, min_gain=0.03)
+    assert rows(result)["compile:default"] == "kept" and rows(result)["join_ties"] == "skipped"
+
+
 class Compiles(Planted):
     """Promises little, and takes `seconds` at the first call of each process that compiles."""
 
@@ -193,7 +235,7 @@ def test_rivals_and_what_is_kept_are_not_joined(run: Run) -> None:
 @pytest.mark.parametrize(
     ("inner", "match"),
     [
-        ([{"id": "a", "params": {}}], "at least 2 items"),
+        ([], "at least 1 item"),
         ([{"id": "a", "params": {}}, {"id": "not there", "params": {}}], "no step 'not there' in this wavecrest"),
         ([{"id": "a", "params": {}}, {"id": "join_ties", "params": {}}], "join_ties is no surgery on modules"),
         ([{"id": "a", "params": {}}, {"id": "compile:default", "params": {}}], "compile:default is no surgery on mod"),

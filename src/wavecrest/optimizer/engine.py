@@ -23,7 +23,7 @@ from wavecrest.optimizer.planner import LATE_SHARE, Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
-from wavecrest.optimizer.trial import OUT_OF_BUDGET, failed, set_aside, try_step
+from wavecrest.optimizer.trial import OUT_OF_BUDGET, captured_with, failed, set_aside, try_step
 from wavecrest.profile.least_time import beaten_ceiling
 
 if TYPE_CHECKING:
@@ -270,7 +270,8 @@ def _take(run: RunState, one: Candidate) -> None:
     if late:
         outcome.verdict, outcome.reason = "reverted", late
         run.ledger.applied, run.current, run.context.profile, run.costs.ops = before
-    _end(run, outcome)
+    # one write for both: a plan names what is in force, and each of these steps has its outcome
+    _end(run, outcome, *captured_with(one, outcome))
 
 
 def _too_late(run: RunState, outcome: StepOutcome, before: AppliedSteps) -> str:
@@ -291,7 +292,8 @@ def _too_late(run: RunState, outcome: StepOutcome, before: AppliedSteps) -> str:
     )
 
 
-def _end(run: RunState, outcome: StepOutcome) -> None:
-    run.ledger.add(outcome)
-    run.progress.outcome(outcome)
+def _end(run: RunState, *outcomes: StepOutcome) -> None:
+    for outcome in outcomes:
+        run.ledger.add(outcome)
+        run.progress.outcome(outcome)
     run.ledger.save()

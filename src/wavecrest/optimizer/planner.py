@@ -257,7 +257,10 @@ class Planner:
         Behind them are steps that could not be tried, each with what it needs, which may have lost by a little.
         """
         applied, last = self.run.ledger.applied, {row.id: row for row in self.run.ledger.record.steps}
-        steps = {step.id: step for step in self.steps if can_join(step)}
+        # a graph of a compiled model is what stands between compilation and its gain: it is no part of a joined step
+        steps = {
+            step.id: step for step in self.steps if can_join(step) or (step.phase == "capture" and not self._compiled)
+        }
         close = {
             name: row.ratio
             for name, row in last.items()

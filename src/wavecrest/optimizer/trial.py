@@ -12,9 +12,10 @@ from wavecrest.optimizer.diagnosis import PROFILE_SHARE, Traced, diagnose, secon
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import EnvironmentSetting
 from wavecrest.optimizer.planner import ENVIRONMENT_SHARE
-from wavecrest.optimizer.steps import build
+from wavecrest.optimizer.steps import build, step_by_id
 from wavecrest.optimizer.steps.attention import check_causal
 from wavecrest.optimizer.steps.base import TREE
+from wavecrest.optimizer.steps.capture import CaptureGraph
 from wavecrest.optimizer.steps.environment import try_candidates
 from wavecrest.optimizer.verdict import is_hidden_by_resolution, judge, speeds
 from wavecrest.records import BucketProfile, StepOutcome
@@ -75,6 +76,30 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     return outcome
 
 
+def captured_with(one: Candidate, outcome: StepOutcome) -> list[StepOutcome]:
+    """The outcome of the graph capture that was tried with a step: kept with it, or none of its own."""
+    found = one.found
+    if found is None or found.captured is None or outcome.verdict != "kept":
+        return []
+    step = step_by_id(CaptureGraph.id)
+    return [
+        StepOutcome(
+            id=step.id,
+            title=step.title,
+            level=step.level,
+            attempt=2,
+            params=found.captured,
+            sites=list(found.captured["buckets"]),
+            predicted=None,
+            prediction="",
+            verdict="kept",
+            reason=f"tried together with the step before it, {outcome.title}, which has the ratio of both",
+            chosen=outcome.chosen,
+            expected_seconds=None,
+        )
+    ]
+
+
 def failed(one: Candidate, error: Exception) -> StepOutcome:
     """The outcome of a step whose trial ended with an error that its process does not survive."""
     outcome = _outcome(one)
@@ -112,6 +137,8 @@ def _close(outcome: StepOutcome, verdict: Verdict, reason: str) -> None:
 
 def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) -> None:
     trial = run.ledger.applied.plus(step, found.params)
+    if found.captured is not None:
+        trial = trial.plus(step_by_id(CaptureGraph.id), found.captured)
     begun = Traced.so_far()
     if step.phase == "surgery":
         surgery = build(run.workload.model, trial.only(*TREE))

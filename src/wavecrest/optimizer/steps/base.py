@@ -50,7 +50,8 @@ class Found:
     sites' own time that was saved where the step tried them alone, `saved_ms` the milliseconds in all buckets together;
     None where it did not. `rows` are those of each site's input, where the step saw them. `compiles`: its trial
     compiles the model, though that is not the step's phase; `title` is what the table shows then. `parts`: of a step
-    that joins others, what each of them found.
+    that joins others, what each of them found. `captured`: parameters of the graph capture that is tried with the step,
+    and kept with it.
     """
 
     sites: tuple[str, ...]
@@ -62,6 +63,7 @@ class Found:
     compiles: bool = False
     title: str = ""
     parts: tuple[Found, ...] = ()
+    captured: dict[str, Any] | None = None
 
 
 # a step's id and the ratio it was measured at; None: it was not tried
