@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
-from wavecrest.graphs import fusions
+from wavecrest.graphs.attention import name_of
 from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.measure.workload import Workload, from_example
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, compile_fusions, step_by_id, structural_copy
+from wavecrest.optimizer.steps.attention_choices import AttentionChoices
 
 STEPS = ("fuse_qkv", "fuse_parallel", "attention:pack_heads", "attention:sdpa")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -189,9 +191,13 @@ WRITTEN: dict[str, tuple[Callable[[], Workload], int]] = {
 def test_attention_that_is_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, number = WRITTEN[name]
     workload, step = make(), step_by_id("compile:graph")
-    monkeypatch.setitem(fusions.rewrite.__kwdefaults__, "attentions", lambda _call: True)
+
+    def chosen(calls: Iterable[FlashAttentionCall], _device: str) -> AttentionChoices:
+        return AttentionChoices({name_of(call): "" for call in calls}, {})
+
+    monkeypatch.setattr(compile_fusions, "attention_choices", chosen)
     found = step.find(StepContext(workload, GPU, model=structural_copy(workload.model)))
-    assert f"{number} calls of attention that are written out" in found.note and found.params["attend"] is True
+    assert f"{number} calls of attention that are written out" in found.note and found.params["attentions"]
     assert step.check_params(found.params) == found.params.get("masks", [])
     made = build(workload.model, AppliedSteps().plus(step, found.params))
     inputs = next(iter(workload.buckets.values()))

@@ -79,7 +79,7 @@ def test_no_prediction_is_above_what_was_hoped_for(step: str, compiled: bool, at
     context = StepContext(from_example(Block().eval(), torch.randn(2, 5, 8)), GPU, profile=[profile], compiled=compiled)
     hoped = step_by_id(step).hope(context).ratio
     assert hoped is not None
-    written_out = {"attend": True} if not attention else {}
+    written_out = {"attentions": {"a": "b"}} if not attention else {}
     predicted = step_by_id(step).predict(Found(("model",), {"backends": {"a": "b"}, **written_out}), context).ratio
     fewer = step_by_id(step).predict(Found(("model",), {"backends": {}}), context).ratio
     if step == "compile:graph" and compiled:

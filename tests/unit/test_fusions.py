@@ -24,12 +24,18 @@ class Everything(dict[str, str]):
         return "torch"
 
 
+def rewritten(graph: torch.fx.GraphModule, module: nn.Module, inductor: bool) -> fusions.Rewritten:
+    return fusions.rewrite(
+        graph, module, Everything(), inductor=inductor, norms=lambda _call: True, attentions=lambda _call: None
+    )
+
+
 def compiled(module: nn.Module, *, inductor: bool = False) -> tuple[Callable[..., Any], list[fusions.Rewritten]]:
     """A compiled call of a module with everything rewritten that can be, and what was."""
     found: list[fusions.Rewritten] = []
 
     def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
-        found.append(fusions.rewrite(graph, module, Everything(), inductor=inductor, norms=lambda _call: True))
+        found.append(rewritten(graph, module, inductor))
         return found[-1].call(found[-1].graph.forward)
 
     torch._dynamo.reset()
@@ -121,7 +127,9 @@ def test_other_functions_are_left_alone(function: Any) -> None:
 
 def test_a_layer_without_a_choice_stays() -> None:
     module = Calls(lambda m, x: F.gelu(m.linear(x)))
-    assert fusions.count(fusions.trace(module, Inputs((X,))), module, {}, inductor=True) == fusions.Counts()
+    assert (
+        fusions.count(fusions.trace(module, Inputs((X,))), module, {}, inductor=True, attentions={}) == fusions.Counts()
+    )
 
 
 def test_gradients_keep_pytorchs_own() -> None:
@@ -351,7 +359,7 @@ def test_a_graph_is_read_a_fixed_number_of_times(layers: int, monkeypatch: pytes
 
     traced = fusions.trace(module := Deep(), Inputs((torch.randn(2, 4),), {}))
     monkeypatch.setattr(nodes, "written", written)
-    found = fusions.count(traced, module, {}, inductor=False)
+    found = fusions.count(traced, module, {}, inductor=False, attentions={})
     size = sum(len(graph.graph.nodes) for graph in traced.graphs)
     assert found.constants >= 2 * layers and size > 7 * layers and len(read) <= 6 * size
 
@@ -392,7 +400,7 @@ def test_models_of_transformers(make: Any, least: tuple[int, ...]) -> None:
 
 def test_inductor_compiles_what_is_left() -> None:
     module = Calls(lambda m, x: m.norm(F.gelu(m.linear(positions(m, x)))))
-    backend = fusions.backend(module, Everything(), inductor=True)
+    backend = fusions.backend(module, Everything(), inductor=True, attentions={})
     call = torch.compile(traceable(module), backend=backend, dynamic=False)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from wavecrest.graphs import attention, fusions
 from wavecrest.graphs.nodes import tensors
 from wavecrest.graphs.root import traceable
+from wavecrest.nn.attention import AttentionFallback
 from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
@@ -51,13 +53,13 @@ def run(module: nn.Module, *args: Any, inductor: bool = False) -> tuple[int, Any
     """How much was replaced in a compiled call, its answer, the module's, and the calls of the op."""
     count, calls = 0, []
 
-    def wanted(call: FlashAttentionCall) -> bool:
+    def chosen(call: FlashAttentionCall) -> str:
         calls.append(call)
-        return True
+        return ""
 
     def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
         nonlocal count
-        made = fusions.rewrite(graph, module, {}, inductor=inductor, attentions=wanted)
+        made = fusions.rewrite(graph, module, {}, inductor=inductor, attentions=chosen)
         count += made.counts.attention
         return made.call(made.graph.forward)
 
@@ -180,7 +182,7 @@ def test_rows_are_not_put_right_where_no_mask_can_hide_one() -> None:
         module = Attention(function).eval()
         traced = fusions.trace(module, fusions.Inputs(args))
         with torch.no_grad():
-            made = fusions.rewrite(traced.graphs[0], module, {}, inductor=False, attentions=lambda _call: True)
+            made = fusions.rewrite(traced.graphs[0], module, {}, inductor=False, attentions=lambda _call: "")
         return str(made.graph.graph)
 
     constant = nodes(lambda m, q, k, v, _mask: filled(m, q, k, v, ~m.causal, INFINITE), X)
@@ -196,7 +198,7 @@ def test_a_bias_that_changes_is_read_again() -> None:
     made = []
 
     def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
-        made.append(fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: True))
+        made.append(fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: ""))
         return made[0].call(made[0].graph.forward)
 
     torch._dynamo.reset()
@@ -281,7 +283,7 @@ def test_a_kernel_in_the_graph_writes_its_arguments_and_nothing_else(place: str,
                 "kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {},
                 "kwargs": {"x_ptr": written},
             })  # fmt: skip
-        made = fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: True)
+        made = fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: "")
         found.extend((made.counts.attention, made.counts.constants))
         # there is no such kernel to be called
         return lambda *_args: (torch.zeros_like(X),)
@@ -297,7 +299,7 @@ def test_gradients_keep_pytorchs_own() -> None:
     found = []
 
     def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
-        found.append(fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: True).counts)
+        found.append(fusions.rewrite(graph, module, {}, inductor=False, attentions=lambda _call: "").counts)
         return graph.forward
 
     torch._dynamo.reset()
@@ -307,8 +309,24 @@ def test_gradients_keep_pytorchs_own() -> None:
 
 def test_on_a_cpu_nothing_is_replaced_by_default() -> None:
     call = FlashAttentionCall(*[torch.randn(1, 2, 3, 4)] * 3, "bhsd")
-    assert not attention.on_gpu(call)
-    assert attention.on_gpu(call._replace(q=call.q.to("meta")))
+    assert attention.by_dispatch(call) is None
+    long = FlashAttentionCall(*[torch.empty(1, 2, attention.SHORT, 4, device="meta")] * 3, "bhsd")
+    assert attention.by_dispatch(long) == ""
+
+
+def test_a_backend_that_refuses_leaves_the_call_to_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavecrest.nn.attention._warned", set())
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    with pytest.warns(AttentionFallback, match="runs on dispatch's choice for flash_attention: backend aiter refuses"):
+        made = attention.attend(q, k, v, None, 0.5, "aiter")
+    torch.testing.assert_close(made, attention.attend(q, k, v, None, 0.5))
+
+
+def test_short_attention_stays_written_out_but_for_measured_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = FlashAttentionCall(*[torch.empty(1, 2, attention.SHORT - 1, 4, device="meta")] * 3, "bhsd")
+    for backend, chosen in (("torch", None), ("torch_cudnn", None), ("triton", "")):
+        monkeypatch.setattr(type(op), "decide", lambda _op, _call, backend=backend: SimpleNamespace(backend=backend))
+        assert attention.by_dispatch(short) == chosen
 
 
 def test_a_bias_keeps_its_dtype() -> None:
@@ -339,6 +357,7 @@ def test_the_kernel_takes_what_the_graph_gives(cut: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["", "triton"])
 @pytest.mark.parametrize("inductor", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -354,15 +373,17 @@ def test_the_kernel_takes_what_the_graph_gives(cut: bool) -> None:
     ],
     ids=["windows", "three dimensions", "infinite", "least", "constant", "wide", "extended"],
 )
-def test_on_a_gpu(function: Any, dtype: torch.dtype, inductor: bool) -> None:
+def test_on_a_gpu(function: Any, dtype: torch.dtype, inductor: bool, backend: str) -> None:
     module = Attention(function).eval().to("cuda", dtype)
     x, mask = X.to("cuda", dtype), PADDING.cuda()
     torch._dynamo.reset()
-    compiled = torch.compile(
-        traceable(module), backend=fusions.backend(module, {}, inductor=inductor, attend=True), dynamic=False
-    )
     with torch.no_grad():
-        counts = fusions.count(fusions.trace(module, fusions.Inputs((x, mask))), module, {}, inductor=inductor)
+        traced = fusions.trace(module, fusions.Inputs((x, mask)))
+        (call,) = fusions.attention_calls(traced)
+        backends = {attention.name_of(call): backend}
+        counts = fusions.count(traced, module, {}, inductor=inductor, attentions=backends)
+        made_by = fusions.backend(module, {}, inductor=inductor, attentions=backends)
+        compiled = torch.compile(traceable(module), backend=made_by, dynamic=False)
         made, expected = compiled(x, mask), module(x, mask)
     assert counts.attention == 1
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2

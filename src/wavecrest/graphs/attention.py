@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from wavecrest.dispatch.keys import needs_grad
-from wavecrest.errors import InvalidArgument
+from wavecrest.dispatch.keys import dtype_name, needs_grad
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.graphs import constants
 from wavecrest.graphs.nodes import CALLS, alone, argument, has_values, memories, tensors, value, written_by
+from wavecrest.nn.attention import warn_fallback
 from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
@@ -44,8 +45,12 @@ ANY_STRIDES = ("transpose", "permute", "swapaxes", torch.transpose, torch.permut
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # a finite number that hides a key: its weight is exactly 0 beside a score above it by 104
 LEAST_FILL = -1e4
+# for windows of 49 keys cuDNN takes twice as long as the GEMMs and the softmax that Inductor makes of them (a Swin-T,
+# H200, 2026-11-28): its tiles have 128 keys
+SHORT = 128
 
-Wanted = Callable[[FlashAttentionCall], bool]
+# the backend of a call, with fake tensors; "": dispatch's choice; None: it stays written out
+Chosen = Callable[[FlashAttentionCall], str | None]
 
 
 class Term(NamedTuple):
@@ -98,41 +103,69 @@ class _Split(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-def on_gpu(call: FlashAttentionCall) -> bool:
-    """True on a GPU: PyTorch's kernel on a CPU gives 0 where q holds NaN."""
-    return call.q.device.type != "cpu"
+def by_dispatch(call: FlashAttentionCall) -> str | None:
+    """Dispatch's choice on a GPU, where nothing was timed; PyTorch's kernels for SHORT keys or more alone.
+
+    On a CPU nothing is chosen: PyTorch's kernel gives 0 there where q holds NaN.
+    """
+    if call.q.device.type == "cpu":
+        return None
+    is_short = call.seqlen_k < SHORT and op.decide(call).backend.startswith("torch")
+    return None if is_short else ""
 
 
-def rewrite(graph: fx.GraphModule, own: Iterable[Tensor], wanted: Wanted = on_gpu, *, as_ops: bool) -> int:
+def name_of(call: FlashAttentionCall) -> str:
+    """The name under which a choice of backend is kept.
+
+    Sequences, heads, queries, keys, the sizes of a key and of a value, the dtype, and the shape of the bias.
+    """
+    sizes = (call.batch, call.heads, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
+    bias = "" if call.bias is None else f" bias {'x'.join(map(str, call.bias.shape))}"
+    return f"{'x'.join(map(str, sizes))} {dtype_name(call.q)}{bias}"
+
+
+def calls_of(graph: fx.GraphModule) -> list[FlashAttentionCall]:
+    """The calls, with fake tensors, that attention written out in a graph may become."""
+    return [call for _, _, call in _replaceable(graph)]
+
+
+def rewrite(graph: fx.GraphModule, own: Iterable[Tensor], chosen: Chosen, *, as_ops: bool) -> int:
     """Replace attention that is written out, in place; returns how many.
 
     Args:
         graph: as Dynamo makes it, with an example value for every node.
         own: parameters and buffers of the model.
-        wanted: which calls, with fake tensors, are replaced.
+        chosen: the backend of a call, which stays as it is with None.
         as_ops: as one operation of PyTorch, for Inductor; else as a plain function, which costs less.
     """
-    found = list(sites(graph.graph)) if has_values(graph.graph) and not constants.in_autocast(graph.graph) else []
     count, own = 0, list(own)
     known: Mapping[fx.Node, Any] | None = None
     gone: set[fx.Node] = set()
-    for site in found:
+    for site, split, call in list(_replaceable(graph)):
         # the two terms of a sum may both be scores
-        if gone.intersection(site.parts):
-            continue
-        split = _split(site)
-        call = None if split is None or _is_written(site) else _call(site, split)
-        if split is None or call is None or not wanted(call):
+        backend = None if gone.intersection(site.parts) else chosen(call)
+        if backend is None:
             continue
         if known is None:
             known = constants.values(graph, own)
-        _Writer(graph.graph, site, split, as_ops).write(_hides_rows(site, split, known))
+        _Writer(graph.graph, site, split, backend, as_ops).write(_hides_rows(site, split, known))
         gone.update(site.parts)
         count += 1
     if count:
         graph.graph.lint()
         graph.recompile()
     return count
+
+
+def _replaceable(graph: fx.GraphModule) -> Iterator[tuple[Site, _Split, FlashAttentionCall]]:
+    """Attention that is written out and that the op takes."""
+    if not has_values(graph.graph) or constants.in_autocast(graph.graph):
+        return
+    for site in list(sites(graph.graph)):
+        split = _split(site)
+        call = None if split is None or _is_written(site) else _call(site, split)
+        if split is not None and call is not None:
+            yield site, split, call
 
 
 # --- what is recognised
@@ -401,19 +434,31 @@ def _hides_rows(site: Site, split: _Split, known: Mapping[fx.Node, Any]) -> bool
         return bool((total.amax(-1) <= _limit(total.dtype, forms)).any())
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """softmax(q · kᵀ · scale + bias) · v by dispatch's choice, [B, H, S, D]; the result lies as [B, S, H, D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, backend: str = "") -> Tensor:
+    """softmax(q · kᵀ · scale + bias) · v, [B, H, S, D], on a backend; the result lies as [B, S, H, D].
+
+    By dispatch's choice with "", and where the backend refuses the call, with an `AttentionFallback`.
+    """
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    result = op(FlashAttentionCall(q, k, v, softmax_scale=scale, bias=bias))
+    call = FlashAttentionCall(q, k, v, softmax_scale=scale, bias=bias)
+    result = _run_on(call, backend) if backend else op(call)
     assert isinstance(result, Tensor)
     return result.transpose(1, 2)
+
+
+def _run_on(call: FlashAttentionCall, backend: str) -> Any:
+    try:
+        return op.call_on(backend, call)
+    except Unsupported as error:
+        warn_fallback(error.reason, "runs on dispatch's choice")
+    return op(call)
 
 
 _in_graph = torch.library.custom_op("wavecrest::attention", attend, mutates_args=())
 
 
 @_in_graph.register_fake
-def _empty(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def _empty(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, backend: str = "") -> Tensor:
     batch, heads, queries, _ = q.shape
     return q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
 
@@ -446,8 +491,8 @@ def _largest(bias: Tensor) -> Tensor:
 class _Writer:
     """Writes the call of one site into a graph."""
 
-    def __init__(self, graph: fx.Graph, site: Site, split: _Split, as_ops: bool) -> None:
-        self._graph, self._site, self._split = graph, site, split
+    def __init__(self, graph: fx.Graph, site: Site, split: _Split, backend: str, as_ops: bool) -> None:
+        self._graph, self._site, self._split, self._backend = graph, site, split, backend
         self._target: Callable[..., Tensor] = torch.ops.wavecrest.attention.default if as_ops else attend
 
     def write(self, hides_rows: bool) -> None:
@@ -470,7 +515,7 @@ class _Writer:
                 if hides_rows:
                     limit, top = _limit(value(bias).dtype, forms), self._add(_largest, bias)
                     q, bias = self._add(_without_rows, q, top, limit), self._add(_shown, bias, top, limit)
-            made = self._add(self._target, q, k, v, bias, site.scale, example=_empty)
+            made = self._add(self._target, q, k, v, bias, site.scale, self._backend, example=_empty)
             if top is not None:
                 made = self._add(_with_nan, made, top)
             if not all(user.target in ANY_STRIDES for user in site.last.users):

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from wavecrest.graphs import activations, attention, constants, residual_norms
 from wavecrest.graphs.root import traceable
 from wavecrest.measure.workload import Inputs
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._gemm.call import GemmCall
 
 
@@ -55,7 +56,7 @@ class Rewritten(NamedTuple):
 
 
 def backend(
-    module: nn.Module, choices: Mapping[str, str], *, inductor: bool, attend: bool = True
+    module: nn.Module, choices: Mapping[str, str], *, inductor: bool, attentions: Mapping[str, str]
 ) -> Callable[..., Any]:
     """A backend for torch.compile of a call of `module`.
 
@@ -63,12 +64,12 @@ def backend(
         module: whose parameters and buffers constants are made from; it is not kept alive.
         choices: the backend of gemm for each linear layer with an activation, by `activations.name_of`.
         inductor: compile what is left by Inductor; else PyTorch's own kernels run, and wavecrest's between them.
-        attend: replace attention that is written out.
+        attentions: the backend of flash_attention for attention that is written out, by `attention.name_of`.
     """
     own = weakref.ref(module)
 
     def compile_graph(graph: fx.GraphModule, examples: list[Any]) -> Any:
-        made = rewrite(graph, own(), choices, inductor=inductor, attend=attend)
+        made = rewrite(graph, own(), choices, inductor=inductor, attentions=_by_name(attentions))
         if not inductor:
             return made.call(made.graph.forward)
         from torch._inductor.compile_fx import compile_fx
@@ -86,27 +87,30 @@ def rewrite(
     choices: Mapping[str, str],
     *,
     inductor: bool,
-    attend: bool = True,
     norms: residual_norms.Wanted = residual_norms.own_kernel,
-    attentions: attention.Wanted = attention.on_gpu,
+    attentions: attention.Chosen,
 ) -> Rewritten:
     """A rewritten copy of a graph: Dynamo reads the inputs of its own once more.
 
     Args:
         graph: as Dynamo makes it.
-        module, choices, inductor, attend: as for `backend`.
+        module, choices, inductor: as for `backend`.
         norms: which additions with norms are replaced.
-        attentions: which calls of attention are.
+        attentions: the backend of each call of attention.
     """
     graph = fx.GraphModule(graph, _copy(graph.graph))
     own = [] if module is None else constants.own_tensors(module)
     # first, as what a bias is made of may be constant
-    attended = attention.rewrite(graph, own, attentions, as_ops=inductor) if attend else 0
+    attended = attention.rewrite(graph, own, attentions, as_ops=inductor)
     parts = None if module is None else constants.split(graph, own)
     linears = activations.rewrite(graph, choices, as_ops=inductor)
     # Inductor fuses these by itself
     added = 0 if inductor else residual_norms.rewrite(graph, norms)
     return Rewritten(graph, Counts(0 if parts is None else parts.calls, linears, added, attended), parts)
+
+
+def _by_name(attentions: Mapping[str, str]) -> attention.Chosen:
+    return lambda call: attentions.get(attention.name_of(call))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -138,13 +142,22 @@ def trace(module: nn.Module, inputs: Inputs) -> Traced:
     return found
 
 
-def count(traced: Traced, module: nn.Module, choices: Mapping[str, str], *, inductor: bool) -> Counts:
+def count(
+    traced: Traced, module: nn.Module, choices: Mapping[str, str], *, inductor: bool, attentions: Mapping[str, str]
+) -> Counts:
     """The number of changes that `rewrite` would make in the graphs of a call of `module`."""
     found = Counts()
     with torch.no_grad():
         for graph in traced.graphs:
-            found += rewrite(graph, module, choices, inductor=inductor).counts
+            made = rewrite(graph, module, choices, inductor=inductor, attentions=_by_name(attentions))
+            found += made.counts
     return found
+
+
+def attention_calls(traced: Traced) -> list[FlashAttentionCall]:
+    """Attention that is written out in graphs, one call of flash_attention each, with fake tensors."""
+    with torch.no_grad():
+        return [call for graph in traced.graphs for call in attention.calls_of(graph)]
 
 
 def activation_calls(traced: Traced) -> list[GemmCall]:

@@ -109,12 +109,12 @@ def compile_module(
     padding: Padding | None = None,
     choices: Mapping[str, str] | None = None,
     *,
-    attend: bool = False,
+    attentions: Mapping[str, str] | None = None,
 ) -> None:
     """Compile `module` in place: its class, state_dict keys and attributes stay, only the call is compiled.
 
-    With `padding`, calls whose padding mask hides nothing run without it (`graphs.masks`). `choices` and `attend`: of a
-    preset with fusions, the backends of its linear layers, and whether attention that is written out becomes one call
+    With `padding`, calls whose padding mask hides nothing run without it (`graphs.masks`). `choices` and
+    `attentions`: of a preset with fusions, the backends of its linear layers and of attention that is written out
     (`graphs.fusions`).
 
     Shapes are static: one graph per bucket; another shape compiles again. A model of which no part compiles is never
@@ -122,7 +122,7 @@ def compile_module(
     (`CompileWarning`) and goes on in eager.
     """
     logging.getLogger(LIMIT_LOGGER).addFilter(_warn_of_limit)
-    call = _FirstCall(module, preset, choices or {}, attend)
+    call = _FirstCall(module, preset, choices or {}, attentions or {})
     module._compiled_call_impl = call if padding is None else _without_full_mask(call, padding)
 
 
@@ -172,14 +172,18 @@ def _without_full_mask(call: Callable[..., Any], padding: Padding) -> Callable[.
 
 
 def _compile(
-    module: nn.Module, call: Callable[..., Any], preset: Preset, choices: Mapping[str, str], attend: bool
+    module: nn.Module,
+    call: Callable[..., Any],
+    preset: Preset,
+    choices: Mapping[str, str],
+    attentions: Mapping[str, str],
 ) -> Callable[..., Any]:
     import torch
 
     if preset.fusions:
         from wavecrest.graphs import fusions
 
-        made = fusions.backend(module, choices, inductor=preset.fusions == "inductor", attend=attend)
+        made = fusions.backend(module, choices, inductor=preset.fusions == "inductor", attentions=attentions)
         return torch.compile(call, dynamic=False, backend=made)
 
     if preset.epilogues:
@@ -195,10 +199,12 @@ def _compile(
 class _FirstCall:
     """The compiled call of `module`, whose first call must show that there is a graph."""
 
-    def __init__(self, module: nn.Module, preset: Preset, choices: Mapping[str, str], attend: bool) -> None:
+    def __init__(
+        self, module: nn.Module, preset: Preset, choices: Mapping[str, str], attentions: Mapping[str, str]
+    ) -> None:
         self._module, self._preset, self._checked = weakref.ref(module), preset, False
         self._plain = traceable(module)
-        self._compiled = _compile(module, self._plain, preset, choices, attend)
+        self._compiled = _compile(module, self._plain, preset, choices, attentions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from wavecrest.dispatch.decision import Decision
 from wavecrest.errors import InvalidArgument, PlanMismatch, PlanWarning, WavecrestError
-from wavecrest.graphs import activations, constants, fusions
+from wavecrest.graphs import activations, attention, constants, fusions
 from wavecrest.graphs.inductor import PRESETS
 from wavecrest.graphs.nodes import memories, tensors, value, writers
 from wavecrest.measure.workload import Inputs
@@ -166,7 +166,8 @@ def _compiled(graph: fx.GraphModule, examples: list[Any], preset: str, mode: str
         made, routed = fusions.Rewritten(graph, NONE, None), Counter[str]()
     else:
         routed = Counter()
-        made = fusions.rewrite(graph, model, _choices(graph.graph, routed), inductor=inductor)
+        choices = _choices(graph.graph, routed)
+        made = fusions.rewrite(graph, model, choices, inductor=inductor, attentions=attention.by_dispatch)
         _route_linears(made.graph, routed)
         _route_attention(made.graph, routed)
         made.graph.graph.lint()

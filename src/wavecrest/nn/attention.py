@@ -50,6 +50,7 @@ NO_SEED = "dropout without the seed that flash_attention needs"
 class AttentionFallback(UserWarning):
     """A call of attention in a model that the op does not take runs in PyTorch, or reads a mask that is written out.
 
+    Also one whose backend, chosen when the model was optimized, refuses it: it runs on dispatch's choice.
     The message has the reason.
     """
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest.graphs import fusions, masks
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module
+from wavecrest.optimizer.steps.attention_choices import attention_choices
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
 from wavecrest.optimizer.steps.compile import Compile, gap_gain
 from wavecrest.optimizer.steps.gemm_choices import ACTIVATION_GAIN, choices
@@ -39,7 +40,7 @@ class CompileFusions(Compile):
         return device.vendor in self.preset.devices
 
     def find(self, context: StepContext) -> Found:
-        """Models in whose graphs something can be fused, with a faster backend of gemm for each activation."""
+        """Models in whose graphs something can be fused, with a faster backend for each activation and attention."""
         found = super().find(context)
         if not found.sites:
             return found
@@ -47,14 +48,19 @@ class CompileFusions(Compile):
         calls = [call for one in traced for call in fusions.activation_calls(one)]
         raced = choices(calls, context.workload.device)
         backends = raced.backends
+        attended = attention_choices(
+            [call for one in traced for call in fusions.attention_calls(one)], context.workload.device
+        )
         counts = fusions.Counts()
         for one in traced:
-            counts += fusions.count(one, model, backends, inductor=self._inductor)
+            counts += fusions.count(one, model, backends, inductor=self._inductor, attentions=attended.backends)
+        note = f"{raced.note}{attended.note}"
         if not any(counts):
             more = f"; PyTorch's kernels are the fastest for {len(calls)} activations" if calls else ""
-            return Found((), note=f"nothing in the graphs of the model can be fused{more}{raced.note}")
-        params = {**found.params, "backends": backends, **({"attend": True} if counts.attention else {})}
-        return Found(found.sites, params, f"{counts}{raced.note}")
+            return Found((), note=f"nothing in the graphs of the model can be fused{more}{note}")
+        params = {**found.params, "backends": backends}
+        params |= {"attentions": attended.backends} if attended.backends else {}
+        return Found(found.sites, params, f"{counts}{note}")
 
     def _traced(self, context: StepContext, wanted: list[str]) -> tuple[nn.Module, list[fusions.Traced]]:
         """A copy of the model, and its graphs by bucket: both presets look at the same ones."""
@@ -71,7 +77,7 @@ class CompileFusions(Compile):
         """Activations lose a pass, scores every pass; without Inductor, which fuses them by itself, additions before
         norms lose one too. With it, compilation gains beside that.
         """
-        ratio, basis = self._gain(context, bool(found.params["backends"]), bool(found.params.get("attend")))
+        ratio, basis = self._gain(context, bool(found.params["backends"]), bool(found.params.get("attentions")))
         if context.compiled and not self._inductor:
             return Prediction(None, f"{basis}; against a compiled model it is measured, not modelled")
         return Prediction(ratio, f"{found.note}; {basis}")
@@ -111,7 +117,8 @@ class CompileFusions(Compile):
         """Compile in place."""
         masks.use(model, params.get("masks", []))
         padding = masks.padding_argument(model) if params.get("padding") else None
-        compile_module(model, self.preset, padding, params.get("backends", {}), attend=params.get("attend", False))
+        attentions = params.get("attentions", {})
+        compile_module(model, self.preset, padding, params.get("backends", {}), attentions=attentions)
         return model
 
 

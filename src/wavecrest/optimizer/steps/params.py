@@ -201,12 +201,12 @@ class Candidates(Params):
 
 
 class FusedPreset(CompilePreset):
-    """The same, the backend of gemm for each linear layer with an activation (`graphs.activations.name_of`), and
-    whether attention that is written out becomes one call.
+    """The same, the backend of gemm for each linear layer with an activation (`graphs.activations.name_of`), and that
+    of flash_attention for attention that is written out (`graphs.attention.name_of`).
     """
 
     backends: dict[str, str] = Field(default_factory=dict)
-    attend: bool = False
+    attentions: dict[str, str] = Field(default_factory=dict)
 
 
 class LinearBackend(Params):
