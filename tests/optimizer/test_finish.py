@@ -185,6 +185,24 @@ def test_a_child_that_dies_leads_to_phases_of_one_process(
     assert "in one process" in record.result.reason and "[" not in record.result.reason
 
 
+@pytest.mark.parametrize("phase", ["surgery", "compile"])
+def test_a_compiled_result_is_measured_here_where_no_time_is_left_for_processes(
+    phase: Any, run: Run, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UNet's compilation that gains 1.67 times was put back: its proof would have ended late (H200, 2026-11-28)."""
+
+    class Gains(TakePauseOut):
+        pass
+
+    Gains.phase = phase
+    monkeypatch.setattr(finish, "_seconds_of_processes", lambda _run, _pairs: 1e4)
+    record = run(Gains(), workload=workload.load(SLOW), budget=100.0).record
+    assert record.result is not None and record.result.verdict == "faster"
+    assert record.result.unit == ("phases" if phase == "compile" else "processes") and record.seconds <= 110.0
+    said = [note for note in record.notes if note.startswith("measured in one process: 8 fresh processes take about")]
+    assert len(said) == (phase == "compile") and bool(children.asked) == (phase == "surgery")
+
+
 def test_luck_of_processes_takes_more_pairs_and_drops_nothing(run: Run, children: Children) -> None:
     """Processes that differ by far more than the gain: undecided, with the step in the plan."""
     children.luck = [1.0, 90.0, 0.02, 1.0, 50.0, 0.1]

@@ -77,6 +77,7 @@ class Costs:
         ops: op calls of one call of the model as optimized so far, over all buckets; 0 where they are not known.
         least_final, later_looks: seconds of the end of the run: with the fewest processes or phases that decide, and
             what each later look takes beside them.
+        phases: seconds of the end where it is measured in this process, which compiles nothing anew.
         loads: times that the final measurement waits for processes to load with fewest pairs: each compiles code that
             caches on disk have.
         sizes: later compilations that declared ranges of shapes take at the end.
@@ -88,6 +89,7 @@ class Costs:
     ops: int = 0
     least_final: float = 0.0
     later_looks: tuple[float, ...] = ()
+    phases: float = 0.0
     loads: int = 0
     sizes: int = 0
     short: bool = False

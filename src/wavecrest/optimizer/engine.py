@@ -19,7 +19,7 @@ from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.costs import Costs, Kind, op_calls
 from wavecrest.optimizer.finish import final_seconds, finish, withdraw
 from wavecrest.optimizer.gate import Gate
-from wavecrest.optimizer.planner import LATE_SHARE, Planner
+from wavecrest.optimizer.planner import LATE_SHARE, MUCH, Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
@@ -142,16 +142,16 @@ def _know_costs(run: RunState) -> None:
     buckets, looks = len(run.workload.buckets), list(LOOKS)
     counts = [looks[0], *(after - before for before, after in itertools.pairwise(looks))]
     sampling = final_seconds(run)
+    times = phases = [2 * count * sampling * buckets for count in counts]
     if run.workload.spec:
         times = [seconds_of_pairs(run.context, count, run.children.saved_seconds, sampling) for count in counts]
-    else:
-        times = [2 * count * sampling * buckets for count in counts]
     share = CHECK_SHARE_CPU if run.context.device.kind == "cpu" else CHECK_SHARE
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,
         ops=op_calls(run.context.profile),
         least_final=times[0] + share * run.gate.summary.seconds,
         later_looks=tuple(times[1:]),
+        phases=phases[0] + share * run.gate.summary.seconds,
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
     )
@@ -277,14 +277,15 @@ def _take(run: RunState, one: Candidate) -> None:
 def _too_late(run: RunState, outcome: StepOutcome, before: AppliedSteps) -> str:
     """Why a step that is faster is not kept: its compilation took so long that its proof ends after the budget; "".
 
-    The proof compiles in fresh processes. A step that gains more than all before it is kept all the same.
+    The proof compiles in fresh processes. Where a step gains MUCH, or more than all before it, the result is measured
+    in this process instead.
     """
     applied, budget = run.ledger.applied, run.options.budget
     if outcome.verdict != "kept" or before.compiled or not applied.compiled:
         return ""
     proof = run.costs.final(budget, compiled=True, looks=1, recompiled=False)
     gain = math.prod(row.ratio or 1.0 for row in run.ledger.record.steps if row.verdict == "kept")
-    if proof <= run.seconds_left + LATE_SHARE * budget or (outcome.ratio or 1.0) >= gain:
+    if proof <= run.seconds_left + LATE_SHARE * budget or (outcome.ratio or 1.0) >= min(MUCH, gain):
         return ""
     return (
         f"faster, but {OUT_OF_BUDGET} of {budget:.0f} s to prove it: fresh processes that compile it take about "

@@ -20,7 +20,7 @@ from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
 from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, pairs_together, run_pairs, timeout_of
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
-from wavecrest.optimizer.planner import may_recompile
+from wavecrest.optimizer.planner import LATE_SHARE, may_recompile
 from wavecrest.optimizer.ranged import GRAPHS, seconds_to_serve, serving
 from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
@@ -139,8 +139,11 @@ def _add_part(run: RunState, name: str, seconds: float) -> None:
 def _measured(run: RunState) -> Claim:
     """Original against result in fresh processes, or in phases of this one where a process cannot load the model."""
     try:
+        # for a model in memory, and for one that compiles, fresh processes are what the budget must hold
         if run.workload.spec is None:
-            _check_time(run)
+            _check_time(run, run.seconds_left)
+        elif run.ledger.applied.compiled:
+            _check_time(run, run.seconds_left + LATE_SHARE * run.options.budget)
         source = copies.source(run.workload)
         claim = _in_processes(run, source)
     except WavecrestError as error:
@@ -153,15 +156,15 @@ def _measured(run: RunState) -> Claim:
     return claim
 
 
-def _check_time(run: RunState) -> None:
-    """Fresh processes are for a model in memory what it can have where the budget holds them.
+def _check_time(run: RunState, left: float) -> None:
+    """Whether `left` seconds hold the fewest fresh processes.
 
     Raises:
-        EnvironmentProblem: it does not.
+        EnvironmentProblem: they do not.
     """
     pairs = min(LOOKS)
     needed = _seconds_of_processes(run, pairs)
-    if needed > run.seconds_left:
+    if needed > left:
         raise EnvironmentProblem(
             f"{2 * pairs} fresh processes take about {needed:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
         )

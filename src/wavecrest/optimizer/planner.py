@@ -44,6 +44,10 @@ SURE_RATIOS_HOST = (2.0, 1.45, 1.3)
 # check of compiled code at other shapes, which `verify` makes up for. With 90 s and 54 of them for three looks, several
 # models ended with a graph of the eager model and nothing compiled
 PROMISING = 1.05
+# a compilation that promises this much is tried where the budget holds its trial and no fresh processes that compile it
+# again: the result is then measured in this process. A UNet's compilation of 38 s gained 1.67 times and was put back
+# with 110 s, and a Swin-T's was not tried for one second of 90 (H200, 2026-11-28)
+MUCH = 1.1
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
 # steps look at the model again after each kept step where all that do take at most this share of the time left; others
@@ -405,7 +409,19 @@ class Planner:
         is_promising = promised is not None and promised >= PROMISING
         looks = 1 if is_promising else self._looks_to_take()
         # where the end has no time to compile the result again, none is kept for it: steps may have it
-        return self._proof(step, looks, recompiled=not is_promising and may_recompile(self.run))
+        proof = self._proof(step, looks, recompiled=not is_promising and may_recompile(self.run))
+        return min(proof, self.run.costs.phases) if self._is_measured_here(step, promised, proof) else proof
+
+    def _is_measured_here(self, step: Step | None, promised: float | None, proof: float) -> bool:
+        """Whether the result with this step in force too is measured in this process, for want of time."""
+        left = self.run.seconds_left
+        if self._compiled and self._proof(None, 1, recompiled=False) > left + LATE_SHARE * self.run.options.budget:
+            # as it will be in any case
+            return True
+        compiles = step is not None and (self._compiled or self._compiles(step))
+        if step is None or not compiles or promised is None or promised < MUCH:
+            return False
+        return self.run.costs.expect(self._kind(step)) + proof > left
 
     def _looks_to_take(self) -> int | None:
         """The looks at the result that its gain so far is expected to need; None: all of them."""
