@@ -93,6 +93,33 @@ def test_compilation_is_charged_with_steps_that_wait_for_others_too(run: Run) ->
     assert tried(run(Compiles(), Small("first"), budget=300.0).record)[0] == "compile:default"
 
 
+@pytest.mark.parametrize(("promised", "first"), [(1.3, "opens"), (1.02, "compile:default")])
+def test_a_step_counts_with_what_waits_for_it(run: Run, promised: float, first: str) -> None:
+    """A prompt of an 8 B Llama was compiled before "fuse QKV" and the rotation behind it, which gained 8 % (H200)."""
+
+    class Opens(Nothing):
+        id = title = "opens"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.005, "planted")
+
+    class Waits(TakePauseOut):
+        tried_after = ("opens",)
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(promised, "planted")
+
+    class Compiles(TakeHalfOut):
+        id, title, phase = "compile:default", "compile default", "compile"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.1, "planted")
+
+    record = run(Compiles(), Opens(), Waits(), budget=300.0).record
+    assert tried(record)[0] == first
+    assert (" a second with the step that waits for it of 3 " in record.steps[0].chosen) == (first == "opens")
+
+
 @pytest.mark.parametrize(
     ("left", "ratio", "before", "late"),
     [

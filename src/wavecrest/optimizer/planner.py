@@ -2,10 +2,10 @@
 
 Predictions are made again after every kept step and every diagnosis. Taken are the steps that gain most a second as
 long as they fit, or those that gain most together (a knapsack) where cheap steps would use up the time of a much better
-one; the one of them that gains most a second is next. Four rules stand above the gain. A step that cures a cause which
-a diagnosis named comes first, but for a first compilation; steps named by `Step.tried_after` come before that step, and
-first attempts at surgery before the trial that joins its ties; second attempts come after all first ones; steps that
-search come last.
+one; the one of them that gains most a second, by itself or with a step that waits for it, is next. Four rules stand
+above the gain. A step that cures a cause which a diagnosis named comes first, but for a first compilation; steps named
+by `Step.tried_after` come before that step, and first attempts at surgery before the trial that joins its ties; second
+attempts come after all first ones; steps that search come last.
 """
 
 from __future__ import annotations
@@ -507,6 +507,10 @@ class Planner:
         tier = min(one.tier for one in ready)
         same = [one for one in ready if one.tier == tier]
         self._charge(same, fits)
+        for one in same:
+            mine = [row for row in fits if waiting.intersection(row.step.tried_after) == {one.step.id}]
+            best = max(mine, key=lambda row: row.gain / row.trial_seconds, default=None)
+            one.leads_to = (0.0, 0.0) if best is None else (best.gain, best.trial_seconds)
         reserve = min(one.reserve for one in same)
         # the last of them makes no trial behind it longer
         items = [(one.gain, one.trial_seconds + one.proof) for one in same]
