@@ -77,7 +77,7 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
 
 
 def captured_with(one: Candidate, outcome: StepOutcome) -> list[StepOutcome]:
-    """The outcome of the graph capture that was tried with a step: kept with it, or none of its own."""
+    """The outcome of the graph capture that was tried with a step: kept with it; none where it was not."""
     found = one.found
     if found is None or found.captured is None or outcome.verdict != "kept":
         return []
