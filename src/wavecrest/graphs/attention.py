@@ -45,7 +45,7 @@ ANY_STRIDES = ("transpose", "permute", "swapaxes", torch.transpose, torch.permut
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # a finite number that hides a key: its weight is exactly 0 beside a score above it by 104
 LEAST_FILL = -1e4
-# for windows of 49 keys cuDNN takes 1.8 times as long as the GEMMs and the softmax that Inductor makes of them (a Swin-T,
+# for windows of 49 keys cuDNN takes 1.8 times as long as the GEMMs and the softmax of Inductor (a Swin-T, one
 # H200, 2026-11-28): its tiles have 128 keys
 SHORT = 128
 
