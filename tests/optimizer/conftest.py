@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from wavecrest import records
 from wavecrest.measure import copies, timing
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer import api as optimizer
+from wavecrest.optimizer import compile_pace
 from wavecrest.optimizer.analysis import Analysis
 from wavecrest.optimizer.api import OptimizeResult, Options
 from wavecrest.optimizer.gate import gate
@@ -36,6 +38,12 @@ class NoAnalysis(Analysis):
 
     def breaks(self) -> tuple[list[records.GraphBreak], str]:
         return [], "no breaks"
+
+
+@pytest.fixture(autouse=True)
+def no_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compilations of simulated seconds say nothing about this machine, and none is known of it."""
+    monkeypatch.setattr(compile_pace, "_file", lambda: tmp_path / "cache" / "compile_pace.json")
 
 
 @pytest.fixture

@@ -143,13 +143,19 @@ def test_a_compilation_that_cannot_be_proved_in_time_is_put_back(
     # profiles of the model as it was, and of the compiled one
     old, new = ["before"], ["after"]
     run: Any = SimpleNamespace(
-        ledger=SimpleNamespace(applied=applied, record=SimpleNamespace(steps=rows), add=rows.append, save=lambda: None),
+        ledger=SimpleNamespace(
+            applied=applied,
+            record=SimpleNamespace(steps=rows),
+            add=rows.append,
+            save=lambda: None,
+            note=lambda *_: None,
+        ),
         options=SimpleNamespace(budget=300.0),
         costs=costs,
         seconds_left=left,
         now=CLOCK,
         current="before",
-        context=SimpleNamespace(profile=old, seconds_left=0.0),
+        context=SimpleNamespace(profile=old, seconds_left=0.0, device=hardware.cpu()),
         workload=SimpleNamespace(device="cpu"),
         progress=SimpleNamespace(phase=lambda text: None, outcome=lambda outcome: None),
     )
@@ -167,11 +173,16 @@ def test_a_compilation_that_cannot_be_proved_in_time_is_put_back(
         run.current, run.context.profile, run.costs.ops = "compiled", new, 30
         return outcome
 
+    learned: list[float] = []
     monkeypatch.setattr(engine, "try_step", tries)
+    monkeypatch.setattr(engine.compile_pace, "learn", lambda _device, took: learned.append(took) or "")
+    prior = costs.prior
     one = Candidate(
         step_by_id("compile:default"), 1, Found(("model",)), None, Prediction(1.04, "planted"), "first", 41.0, 60.0
     )
     engine._take(run, one)
+    # over what was expected of the model before it was compiled, which has more ops
+    assert learned == [58.0 / prior]
     # fresh processes compile four times
     assert costs.final(300.0, compiled=True, looks=1, recompiled=False) == 46.0 + 4 * 30.0
     assert (outcome.verdict == "reverted") == late and run.ledger.applied.compiled != late

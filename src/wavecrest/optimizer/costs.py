@@ -83,6 +83,7 @@ class Costs:
         sizes: later compilations that declared ranges of shapes take at the end.
         short: the budget does not hold a compilation and its proof.
         own_norms: norms are kernels of wavecrest.
+        pace: what first compilations took on this machine over the prior (`compile_pace`).
     """
 
     sampling: float = 0.0
@@ -94,6 +95,7 @@ class Costs:
     sizes: int = 0
     short: bool = False
     own_norms: bool = False
+    pace: float = 1.0
     _longest: dict[Kind, float] = field(default_factory=dict)
     # of trials by kind: in Dynamo and the compiler behind it; and of these, what no cache on disk saves
     _compiling: dict[Kind, float] = field(default_factory=dict)
@@ -134,8 +136,13 @@ class Costs:
     def compilation(self) -> float:
         """Seconds of the first compilation: of the trial, without what measuring takes at least; or the prior."""
         if self.nothing_compiled:
-            return (COMPILE_START + COMPILE_OP * self.ops) * (OWN_NORMS_FACTOR if self.own_norms else 1.0)
+            return self.prior * self.pace
         return self._compiling["first"] or max(0.0, self._longest["first"] - self._longest.get("plain", 0.0))
+
+    @property
+    def prior(self) -> float:
+        """Seconds of a first compilation by the number of ops, on a machine of which nothing is known."""
+        return (COMPILE_START + COMPILE_OP * self.ops) * (OWN_NORMS_FACTOR if self.own_norms else 1.0)
 
     @property
     def _later(self) -> float:

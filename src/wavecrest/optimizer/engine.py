@@ -15,6 +15,7 @@ import torch
 
 from wavecrest.errors import DeviceFailed, InvalidArgument
 from wavecrest.graphs.inductor import strict_compilation
+from wavecrest.optimizer import compile_pace
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.costs import Costs, Kind, op_calls
 from wavecrest.optimizer.finish import final_seconds, finish, withdraw
@@ -146,6 +147,12 @@ def _know_costs(run: RunState) -> None:
     if run.workload.spec:
         times = [seconds_of_pairs(run.context, count, run.children.saved_seconds, sampling) for count in counts]
     share = CHECK_SHARE_CPU if run.context.device.kind == "cpu" else CHECK_SHARE
+    pace, known = compile_pace.known(run.context.device)
+    if pace > 1:
+        run.ledger.note(
+            f"compilations are expected to take {pace:.1f} times as long as by the number of ops: "
+            f"the last {known} on this machine did"
+        )
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,
         ops=op_calls(run.context.profile),
@@ -154,6 +161,7 @@ def _know_costs(run: RunState) -> None:
         phases=phases[0] + share * run.gate.summary.seconds,
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
+        pace=pace,
     )
     kind: Kind = "first" if run.options.level >= 2 else "plain"
     proof = run.costs.final(run.options.budget, compiled=kind == "first", looks=1, recompiled=False)
@@ -249,6 +257,8 @@ def check_steps(options: Options) -> None:
 def _take(run: RunState, one: Candidate) -> None:
     run.progress.phase(one.title + (" (again)" if one.is_again else ""))
     begin, before = run.now(), (run.ledger.applied, run.current, run.context.profile, run.costs.ops)
+    # by the ops of the model as it is: a compiled one has fewer
+    prior = run.costs.prior
     # what was kept must be measured at the end, as its user runs it
     run.context.seconds_left = run.seconds_left - one.reserve
     try:
@@ -264,6 +274,8 @@ def _take(run: RunState, one: Candidate) -> None:
     outcome.seconds = run.now() - begin
     # a capture that failed behind its compilation leaves that in the caches
     compiled = one.found is not None and one.found.compiles and outcome.compile_seconds > 0
+    if one.kind == "first" and not one.step.searches and outcome.speed and outcome.compile_seconds > 0:
+        run.ledger.note(compile_pace.learn(run.context.device, outcome.compile_seconds / prior))
     if one.kind is not None and (outcome.speed or compiled):
         run.costs.add(one.kind, outcome.seconds, outcome.compile_seconds, outcome.trace_seconds)
     late = _too_late(run, outcome, before[0])
