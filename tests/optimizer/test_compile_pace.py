@@ -1,4 +1,4 @@
-"""What compilations take on this machine is remembered from run to run."""
+"""The time of compilations on a machine is remembered from run to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long first compilations take on this machine beside what `costs` expects of them: learned by earlier runs.
+"""The seconds of first compilations on this machine over those that `costs` expects: learned by earlier runs.
 
 The number of ops says how much there is to compile, and not how fast the host is. One UNet took 38 s on one host and 57
 on another, each beside an H200 (2026-11-28), and its run of 100 s ended after 124.
@@ -22,7 +22,7 @@ from wavecrest.records import files
 KEPT = 8
 # a compilation that took a smaller part of what was expected had its code from a cache on disk
 FROM_CACHE = 0.5
-# the pace is not taken for more or less than these: a machine is not faster than those that the prior is from for sure
+# the least and the largest pace that is believed: the prior is of fast hosts, and a run may meet a busy moment
 LEAST, MOST = 1.0, 3.0
 
 
@@ -54,7 +54,7 @@ def _file() -> Path:
 
 
 def _machine(device: Device) -> str:
-    """What the pace depends on."""
+    """Host, GPU and PyTorch: the name under which a pace is kept."""
     host = hardware.cpu()
     return f"{host.name}, {host.compute_units} cores, {device.name}, torch {torch.__version__}"
 
