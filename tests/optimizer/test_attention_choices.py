@@ -24,7 +24,7 @@ def timer(times: dict[str, float | Exception], asked: list[str]) -> Callable[[Ca
     """Times by what is called: a backend's name, or "parts"."""
 
     def time(work: Any) -> float:
-        name = work.args[0] if work.func is module._run else "parts"
+        name = "parts" if work.func is module._written else work.args[0]
         asked.append(name)
         found = times[name]
         if isinstance(found, Exception):
@@ -57,7 +57,7 @@ def test_the_fastest_backend_must_beat_the_parts(
     # the same call is timed once
     assert sorted(asked) == ["parts", "torch", "triton"]
     if chosen is not None:
-        assert found == ({name: chosen}, {}) and found.note == ""
+        assert found == ({name: chosen}, {}, {}) and found.note == ""
     else:
         assert found.backends == {} and found.note.startswith(f"; attention {name} stays written out: t")
         assert found.note.endswith("its parts 324.0")
@@ -65,7 +65,9 @@ def test_the_fastest_backend_must_beat_the_parts(
 
 def test_a_backend_that_raises_is_no_candidate(two_backends: None) -> None:
     times: dict[str, float | Exception] = {"torch": 0.3, "triton": Unsupported("not here"), "parts": 0.5}
-    assert attention_choices([WINDOWS], "cpu", timer(times, [])).backends == {name_of(WINDOWS): "torch"}
+    found = attention_choices([WINDOWS], "cpu", timer(times, []))
+    assert found.backends == {name_of(WINDOWS): "torch"} and found.left_out == {"triton": "not here"}
+    assert found.note == "; left out of the race: triton (not here)"
     times["torch"] = Unsupported("nor here")
     assert attention_choices([WINDOWS], "cpu", timer(times, [])).left == {name_of(WINDOWS): "no backend runs it"}
 
@@ -76,7 +78,7 @@ def test_scores_that_do_not_fit_into_memory_are_not_written_out(two_backends: No
 
 
 def test_on_a_cpu_nothing_is_chosen() -> None:
-    assert attention_choices([WINDOWS], "cpu") == ({}, {})
+    assert attention_choices([WINDOWS], "cpu") == ({}, {}, {})
 
 
 def test_what_is_timed_is_the_call_and_its_parts() -> None:

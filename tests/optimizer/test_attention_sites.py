@@ -193,7 +193,7 @@ def test_attention_that_is_written_out(name: str, monkeypatch: pytest.MonkeyPatc
     workload, step = make(), step_by_id("compile:graph")
 
     def chosen(calls: Iterable[FlashAttentionCall], _device: str) -> AttentionChoices:
-        return AttentionChoices({name_of(call): "" for call in calls}, {})
+        return AttentionChoices({name_of(call): "" for call in calls}, {}, {})
 
     monkeypatch.setattr(compile_fusions, "attention_choices", chosen)
     found = step.find(StepContext(workload, GPU, model=structural_copy(workload.model)))

@@ -18,7 +18,16 @@ from wavecrest.nn import linear
 from wavecrest.nn.linear import Linear, LinearOn
 from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, gemm_choices, step_by_id, structural_copy
+from wavecrest.optimizer.steps import (
+    AppliedSteps,
+    Found,
+    StepContext,
+    backend_times,
+    build,
+    gemm_choices,
+    step_by_id,
+    structural_copy,
+)
 
 STEP = step_by_id("choose_linear")
 GPU = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
@@ -350,8 +359,8 @@ def test_kernels_of_all_backends_are_compiled_before_any_is_timed(monkeypatch: p
         work()
         return 1.0
 
-    monkeypatch.setattr(gemm_choices.warmup, "possible", lambda device: True)
-    monkeypatch.setattr(gemm_choices.warmup, "rehearse", rehearse)
+    monkeypatch.setattr(backend_times.warmup, "possible", lambda device: True)
+    monkeypatch.setattr(backend_times.warmup, "rehearse", rehearse)
     monkeypatch.setattr(gemm_choices, "_names", lambda call: ["torch", "broken", "other"])
     monkeypatch.setattr(gemm_choices.op, "call_on", call_on)
     monkeypatch.setattr(gemm_choices, "host_time", measure)

@@ -84,6 +84,6 @@ def test_a_run_learns_and_the_next_one_says_what_it_expects(run: Run, monkeypatc
     monkeypatch.setattr(compile_pace, "known", lambda _device: (2.5, 3))
     record = run(Compiles(), budget=300.0).record
     (note,) = [note for note in record.notes if "on this machine" in note]
-    assert note.startswith("compilations are expected to take 2.5 times as long as by the number of ops: the last 3 on")
+    assert note.startswith("compilations are expected to take 2.5 times as long as by the number of ops, the median of")
     row = record.steps[0]
     assert row.expected_seconds is not None and row.expected_seconds > 2.5 * Costs(ops=0).prior

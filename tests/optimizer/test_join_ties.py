@@ -121,7 +121,8 @@ def test_a_capture_that_ties_is_kept_with_surgery_that_does(run: Run, tmp_path: 
     result = run(*steps, budget=300.0, min_gain=0.03, out=tmp_path)
     joined, captured = result.record.steps[-2:]
     assert rows(result) == {"a": "tie", "capture": "kept", "join_ties": "kept"}
-    assert joined.sites == ["a × 1", "capture"] and joined.params["steps"] == [{"id": "a", "params": {"share": 0.026}}]
+    assert joined.sites == ["a × 1", "capture"]
+    assert joined.params == {"steps": [{"id": "a", "params": {"share": 0.026}}], "captured": True}
     measured = [row.ratio or 0 for row in result.record.steps[:2]]
     assert joined.predicted == pytest.approx(math.prod(measured)) and joined.ratio == pytest.approx(1.05, abs=0.01)
     assert (captured.id, captured.attempt, captured.ratio) == ("capture", 2, None)
@@ -236,6 +237,7 @@ def test_rivals_and_what_is_kept_are_not_joined(run: Run) -> None:
     ("inner", "match"),
     [
         ([], "at least 1 item"),
+        ([{"id": "a", "params": {}}], "at least 2 steps, a graph capture among them"),
         ([{"id": "a", "params": {}}, {"id": "not there", "params": {}}], "no step 'not there' in this wavecrest"),
         ([{"id": "a", "params": {}}, {"id": "join_ties", "params": {}}], "join_ties is no surgery on modules"),
         ([{"id": "a", "params": {}}, {"id": "compile:default", "params": {}}], "compile:default is no surgery on mod"),

@@ -106,6 +106,27 @@ def test_attention_goes_where_dispatch_says() -> None:
     assert sum(calls for _, calls in flash_attention.decisions()) == 1
 
 
+class WritesAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(x @ x.mT * 0.5, dim=-1) @ x
+
+
+def test_short_attention_that_stays_written_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choice is of a GPU: here every call counts as one of few keys."""
+    x = torch.randn(2, 3, 5, 8)
+    with torch.no_grad():
+        torch.compile(WritesAttention(), backend="wavecrest", options={"preset": "graph"})(x)
+        assert report().notes == ()
+        torch._dynamo.reset()
+        monkeypatch.setattr("wavecrest.graphs.attention.is_short", lambda _call: True)
+        torch.compile(WritesAttention(), backend="wavecrest", options={"preset": "graph"})(x)
+    (note,) = report().notes
+    assert note == (
+        "1 × attention 2x3x5x5x8x8 float32 stays written out: it has fewer than 128 keys, and dispatch has PyTorch's "
+        "kernel for it"
+    )
+
+
 class Bare(nn.Module):
     """Nothing that Inductor would write C++ for, which takes ten seconds to compile."""
 

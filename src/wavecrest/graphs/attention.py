@@ -108,10 +108,14 @@ def by_dispatch(call: FlashAttentionCall) -> str | None:
 
     On a CPU nothing is chosen: PyTorch's kernel gives 0 there where q holds NaN.
     """
-    if call.q.device.type == "cpu":
-        return None
-    is_short = call.seqlen_k < SHORT and op.decide(call).backend.startswith("torch")
-    return None if is_short else ""
+    return None if call.q.device.type == "cpu" or is_short(call) else ""
+
+
+def is_short(call: FlashAttentionCall) -> bool:
+    """Whether a call on a GPU has fewer than SHORT keys, and dispatch PyTorch's kernel for it."""
+    if call.q.device.type == "cpu" or call.seqlen_k >= SHORT:
+        return False
+    return op.decide(call).backend.startswith("torch")
 
 
 def name_of(call: FlashAttentionCall) -> str:

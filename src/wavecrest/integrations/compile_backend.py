@@ -168,6 +168,12 @@ def _compiled(graph: fx.GraphModule, examples: list[Any], preset: str, mode: str
         routed = Counter()
         choices = _choices(graph.graph, routed)
         made = fusions.rewrite(graph, model, choices, inductor=inductor, attentions=attention.by_dispatch)
+        short = Counter(attention.name_of(call) for call in attention.calls_of(graph) if attention.is_short(call))
+        notes += [
+            f"{count} × attention {name} stays written out: it has fewer than {attention.SHORT} keys, and dispatch has "
+            "PyTorch's kernel for it"
+            for name, count in short.items()
+        ]
         _route_linears(made.graph, routed)
         _route_attention(made.graph, routed)
         made.graph.graph.lint()

@@ -150,8 +150,8 @@ def _know_costs(run: RunState) -> None:
     pace, known = compile_pace.known(run.context.device)
     if pace > 1:
         run.ledger.note(
-            f"compilations are expected to take {pace:.1f} times as long as by the number of ops: "
-            f"the last {known} on this machine did"
+            f"compilations are expected to take {pace:.1f} times as long as by the number of ops, "
+            f"the median of the last {known} on this machine"
         )
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,
@@ -283,7 +283,7 @@ def _take(run: RunState, one: Candidate) -> None:
         outcome.verdict, outcome.reason = "reverted", late
         run.ledger.applied, run.current, run.context.profile, run.costs.ops = before
     # one write for both: a plan names what is in force, and each of these steps has its outcome
-    _end(run, outcome, *captured_with(one, outcome))
+    _end(run, outcome, *captured_with(run, one, outcome))
 
 
 def _too_late(run: RunState, outcome: StepOutcome, before: AppliedSteps) -> str:

@@ -76,26 +76,24 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     return outcome
 
 
-def captured_with(one: Candidate, outcome: StepOutcome) -> list[StepOutcome]:
+def captured_with(run: RunState, one: Candidate, outcome: StepOutcome) -> list[StepOutcome]:
     """The outcome of the graph capture that was tried with a step: kept with it; none where it was not."""
     found = one.found
     if found is None or found.captured is None or outcome.verdict != "kept":
         return []
     step = step_by_id(CaptureGraph.id)
+    before = [row.attempt for row in run.ledger.record.steps if row.id == step.id]
     return [
         StepOutcome(
             id=step.id,
             title=step.title,
             level=step.level,
-            attempt=2,
+            attempt=1 + max(before, default=0),
             params=found.captured,
             sites=list(found.captured["buckets"]),
-            predicted=None,
-            prediction="",
             verdict="kept",
             reason=f"tried together with the step before it, {outcome.title}, which has the ratio of both",
             chosen=outcome.chosen,
-            expected_seconds=None,
         )
     ]
 

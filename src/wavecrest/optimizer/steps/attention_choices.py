@@ -6,9 +6,8 @@ PyTorch's choice there, takes 1.8 times as long as the two GEMMs and the softmax
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,36 +15,38 @@ import torch
 from torch import Tensor
 
 from wavecrest.dispatch.op import Op
-from wavecrest.errors import WavecrestError
 from wavecrest.graphs.attention import name_of
 from wavecrest.graphs.capture import device_time
 from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
-from wavecrest.ops.common import warmup
-from wavecrest.optimizer.steps.gemm_choices import MIN_ALONE, Timer
+from wavecrest.optimizer.steps.backend_times import MIN_ALONE, Timer, compile_together, times_of, told
 
 
 class AttentionChoices(NamedTuple):
     """The backend of each call by `name_of`, where one is faster than the GEMMs and the softmax.
 
-    `left` has the calls that stay written out, each with the reason.
+    `left` has the calls that stay written out, each with the reason; `left_out` the backends that take a call and
+    raised when it was timed, with the first error of each.
     """
 
     backends: dict[str, str]
     left: dict[str, str]
+    left_out: dict[str, str]
 
     @property
     def note(self) -> str:
-        """The calls that stay written out, as a clause that goes after others; empty without one."""
-        return "".join(f"; attention {name} stays written out: {reason}" for name, reason in self.left.items())
+        """The calls that stay written out, and those backends, as clauses that go after others; empty without one."""
+        kept = "".join(f"; attention {name} stays written out: {reason}" for name, reason in self.left.items())
+        return f"{kept}{told(self.left_out)}"
 
 
 class _Timed(NamedTuple):
-    """The fastest backend of a call and its ms (infinite without one), and those of what it would replace."""
+    """The fastest backend of a call and its ms (infinite without one), those of what it would replace, what raised."""
 
     backend: str
     best: float
     written: float
+    raised: dict[str, str]
 
 
 # what was timed in this process: a step looks for its sites more than once in a run
@@ -61,11 +62,13 @@ def attention_choices(calls: Iterable[FlashAttentionCall], device: str, time: Ti
         time: how a call is timed; None: by the device's clock.
     """
     distinct = {name_of(call): call for call in calls}
-    backends, left = dict[str, str](), dict[str, str]()
+    backends, left, left_out = dict[str, str](), dict[str, str](), dict[str, str]()
     if device == "cpu" and time is None:
-        return AttentionChoices(backends, left)
+        return AttentionChoices(backends, left, left_out)
     if time is None:
-        _compile_together([call for name, call in distinct.items() if (device, name, Op.epoch) not in _timed], device)
+        new = [call for name, call in distinct.items() if (device, name, Op.epoch) not in _timed]
+        if new:
+            compile_together(_first_calls(new, device), device)
     for name, call in distinct.items():
         # rows that were measured since may give a backend another configuration
         key = (device, name, Op.epoch)
@@ -74,13 +77,14 @@ def attention_choices(calls: Iterable[FlashAttentionCall], device: str, time: Ti
             timed = _time(_with_numbers(call, device), time or device_time)
             if time is None:
                 _timed[key] = timed
+        left_out = timed.raised | left_out
         if timed.best < timed.written * (1 - MIN_ALONE):
             backends[name] = timed.backend
         elif timed.backend:
             left[name] = f"{timed.backend} takes {1e3 * timed.best:.1f} µs, its parts {1e3 * timed.written:.1f}"
         else:
             left[name] = "no backend runs it"
-    return AttentionChoices(backends, left)
+    return AttentionChoices(backends, left, left_out)
 
 
 def _with_numbers(call: FlashAttentionCall, device: str) -> FlashAttentionCall:
@@ -112,33 +116,22 @@ def _names(call: FlashAttentionCall) -> list[str]:
     return [one.name for one in op.by_priority() if one.name != "reference" and one.refuse(made) is None]
 
 
-@torch.no_grad()
-def _compile_together(calls: Sequence[FlashAttentionCall], device: str) -> None:
-    """Compile the kernels of every backend in threads."""
-
-    def first_calls() -> None:
-        for call in (_with_numbers(one, device) for one in calls):
-            for name in _names(call):
-                # told when it is timed
-                with contextlib.suppress(WavecrestError):
-                    _run(name, call)
-
-    if calls and warmup.possible(torch.device(device)):
-        warmup.rehearse(first_calls)
+def _first_calls(calls: Iterable[FlashAttentionCall], device: str) -> Iterator[Callable[[], Any]]:
+    """Each call on each backend that takes it."""
+    for call in calls:
+        made = _with_numbers(call, device)
+        for name in _names(made):
+            yield partial(_run, name, made)
 
 
-@torch.no_grad()
 def _time(call: FlashAttentionCall, time: Timer) -> _Timed:
     """Time a call on every backend that takes it, and what it would replace."""
-    times: dict[str, float] = {}
-    for name in _names(call):
-        # one that cannot be captured, or whose configuration does not fit the chip, is no candidate
-        with contextlib.suppress(WavecrestError):
-            times[name] = time(partial(_run, name, call))
+    times, raised = times_of(_names(call), lambda name: _run(name, call), time)
     try:
-        written = time(partial(_written, call))
+        with torch.no_grad():
+            written = time(partial(_written, call))
     except torch.OutOfMemoryError:
         # the scores of all heads at once
         written = math.inf
     best = min(times, key=lambda name: times[name], default="")
-    return _Timed(best, times.get(best, math.inf), written)
+    return _Timed(best, times.get(best, math.inf), written, raised)

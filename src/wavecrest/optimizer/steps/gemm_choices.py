@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from wavecrest.dispatch.op import Op
-from wavecrest.errors import WavecrestError
 from wavecrest.graphs.activations import name_of
 from wavecrest.graphs.capture import device_time
 from wavecrest.measure import timing
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.ops.common import warmup
+from wavecrest.optimizer.steps.backend_times import MIN_ALONE, Timer, compile_together, times_of, told
 
-# gain that a backend must show on the call alone before the whole model is built and measured with it
-MIN_ALONE = 0.03
 # share of the time of elementwise work that activations inside their GEMMs typically save: a model for ordering
 # expectations, not a measurement
 ACTIVATION_GAIN = 0.4
-
-# time in ms of one call of a function
-Timer = Callable[[Callable[[], Any]], float]
 
 
 class Choices(NamedTuple):
@@ -42,8 +35,7 @@ class Choices(NamedTuple):
     @property
     def note(self) -> str:
         """The backends that were left out, as a clause that goes after others; empty without one."""
-        told = "; ".join(f"left out of the race: {name} ({error})" for name, error in self.left_out.items())
-        return f"; {told}" if told else ""
+        return told(self.left_out)
 
 
 class _Timed(NamedTuple):
@@ -80,7 +72,8 @@ def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -
     calls = list(calls)
     if time is None:
         new = {name_of(call): call for call in calls if (device, name_of(call), Op.epoch) not in _timed}
-        _compile_together(list(new.values()), device)
+        if new:
+            compile_together(_first_calls(new.values(), device), device)
     for call in calls:
         name = name_of(call)
         # rows that were measured since decide anew
@@ -114,34 +107,17 @@ def _names(call: GemmCall) -> list[str]:
     return [name for name in names if name in ("torch", decision.backend)] if decision.source == "exact" else names
 
 
-@torch.no_grad()
-def _compile_together(calls: Sequence[GemmCall], device: str) -> None:
-    """Compile the kernels of every backend in threads: in turn they took 10 to 12 s (H200, 2026-11-27, no record)."""
-
-    def first_calls() -> None:
-        # the numbers of one call at a time: those of all layers may be more than memory holds
-        for call in (_with_numbers(one, device) for one in calls):
-            for name in _names(call):
-                # told when it is timed
-                with contextlib.suppress(WavecrestError):
-                    op.call_on(name, call)
-
-    if calls and warmup.possible(torch.device(device)):
-        warmup.rehearse(first_calls)
+def _first_calls(calls: Iterable[GemmCall], device: str) -> Iterator[Callable[[], Any]]:
+    """Each call on each backend that takes it."""
+    for call in calls:
+        made = _with_numbers(call, device)
+        for name in _names(made):
+            yield partial(op.call_on, name, made)
 
 
 def _time(call: GemmCall, time: Timer) -> _Timed:
     """Time a call on every backend that takes it."""
-    with torch.no_grad():
-        names = _names(call)
-        times: dict[str, float] = {}
-        raised: dict[str, str] = {}
-        for name in names:
-            try:
-                times[name] = time(partial(op.call_on, name, call))
-            except WavecrestError as error:
-                # it cannot be captured, or its configuration does not fit the chip
-                raised[name] = str(error).partition("\n")[0]
+    times, raised = times_of(_names(call), lambda name: op.call_on(name, call), time)
     if "torch" not in times:
         return _Timed("", 0.0, 0.0, raised)
     own, best = times["torch"], min(times, key=lambda one: times[one])

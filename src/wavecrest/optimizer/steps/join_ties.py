@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wavecrest.errors import PlanError
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, apply_step, structural_copy
@@ -33,9 +33,19 @@ class TiedStep(Params):
 
 
 class TiedSteps(Params):
-    """The steps in the order in which they are applied: each one's sites are those behind the ones before."""
+    """The steps in the order in which they are applied: each one's sites are those behind the ones before.
+
+    `captured`: a graph capture was tried with them, which is a step of its own in the plan.
+    """
 
     steps: Annotated[list[TiedStep], Field(min_length=1)]
+    captured: bool = False
+
+    @model_validator(mode="after")
+    def _are_two(self) -> TiedSteps:
+        if len(self.steps) + self.captured < 2:
+            raise ValueError("there must be at least 2 steps, a graph capture among them")
+        return self
 
 
 class _Part(NamedTuple):
@@ -97,7 +107,10 @@ class JoinTies(Step):
                 *(f"{self._step(row.id).title} × {len(row.found.sites)}" for row in found),
                 *(step.title for step in captures),
             ),
-            {"steps": [{"id": row.id, "params": row.found.params} for row in found]},
+            {
+                "steps": [{"id": row.id, "params": row.found.params} for row in found],
+                **({"captured": True} if captures else {}),
+            },
             parts=tuple(row.found for row in found),
             captured=captures[0].find(context).params if captures else None,
         )
