@@ -11,6 +11,7 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Key
@@ -77,6 +78,15 @@ def _refuse_cdna(call: FlashAttentionCall) -> str | None:
     return refuse(call) or _cdna.refusal(call, access(call))
 
 
+def short_config(key: Key) -> Config:
+    """The configuration of the kernel for short sequences for a key where nothing measured is known."""
+    return _short.default(shape_of(key), _target.arch())
+
+
+def _refuse_short(call: FlashAttentionCall) -> str | None:
+    return refuse(call) or _short.refusal(call, access(call))
+
+
 def _opt_in(_call: FlashAttentionCall) -> str | None:
     return "runs where a measured row names it"
 
@@ -121,4 +131,12 @@ op.attach_kernel(
     opt_in=_opt_in,
     priority=PRIORITY,
     default_config=cdna_config,
+)
+op.attach_kernel(
+    "triton_short",
+    _short.bind,
+    refuse=_refuse_short,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=short_config,
 )

@@ -1,0 +1,109 @@
+"""The attention kernel for short sequences: one tile holds all keys, and a program takes its head in many sequences.
+
+Where a sequence is a window of an image or a sentence, a program of the portable kernel ends before its loads are
+hidden. Here those of the next sequence are under way while this one is multiplied, and a bias that all sequences share,
+its mask and all offsets are made once. A softmax over one tile needs no correction.
+"""
+
+from __future__ import annotations
+
+from wavecrest.ops.common.device import LOG2_E, remap_xcd
+from wavecrest.ops.common.triton import tl, triton
+from wavecrest.ops.common.widen import rounded
+
+# elements of 16 bytes, the unit of strides
+CHUNK = tl.constexpr(8)
+# whether there is a bias: none, one of a head for all sequences, one of each
+NO_BIAS, SHARED, OF_EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# values that do not make the kernel anew when they change
+SIZES = [
+    "scale", "seqlen_q", "seqlen_k", "d", "dv", "batch", "heads", "group", "tiles", "parts", "right",
+    "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs",
+    "stride_ob", "stride_oh", "stride_os", "stride_bb", "stride_bh", "stride_bm", "stride_bn",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _short_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, bias_ptr, o_ptr,
+    scale, seqlen_q, seqlen_k, d, dv, batch, heads, group, tiles, parts, right,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os, stride_bb, stride_bh, stride_bm, stride_bn,
+    RIGHT: tl.constexpr, BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    TIES_UP: tl.constexpr, XCDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M queries of one head, of every sequence whose number is the program's part, counted in `parts`.
+
+    Strides of q, k, v and o come in units of CHUNK. `right`: of the window, where there is one (RIGHT). EVEN_N: there
+    are BLOCK_N keys.
+    """
+    # tiles of a head and heads of a sequence side by side, as in memory
+    program = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
+    tile = program % tiles
+    place = program // tiles
+    head = (place % heads).to(tl.int64)
+    part = place // heads
+    kv_head = head // group
+    scale = tl.cast(scale, tl.float32) * LOG2_E
+
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    # what lies behind the last query or key is a copy of it, which needs no mask where it is read
+    rows = tl.minimum(offs_m, seqlen_q - 1)
+    keys = tl.minimum(offs_n, seqlen_k - 1)
+    q_ptr += head * stride_qh * CHUNK
+    k_ptr += kv_head * stride_kh * CHUNK
+    v_ptr += kv_head * stride_vh * CHUNK
+    o_ptr += head * stride_oh * CHUNK
+    bias_ptr += head * stride_bh
+    q_tile = rows[:, None] * (stride_qs * CHUNK) + offs_d[None, :]
+    k_tile = keys[None, :] * (stride_ks * CHUNK) + offs_d[:, None]
+    v_tile = keys[:, None] * (stride_vs * CHUNK) + offs_dv[None, :]
+    o_tile = offs_m[:, None] * (stride_os * CHUNK) + offs_dv[None, :]
+    bias_tile = rows[:, None] * stride_bm + keys[None, :] * stride_bn
+    stored = (offs_m < seqlen_q)[:, None] & (offs_dv < dv)[None, :]
+
+    # −inf for copies of the last key
+    hidden = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))
+    added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + hidden[None, :]
+    if BIAS == SHARED:
+        added += tl.load(bias_ptr + bias_tile).to(tl.float32) * LOG2_E
+    upper = tl.minimum(offs_m + (seqlen_k - seqlen_q) + right, seqlen_k - 1)
+
+    for sequence in range(part, batch, parts):
+        at = tl.cast(sequence, tl.int64)
+        q_at = q_ptr + at * stride_qb * CHUNK
+        k_at = k_ptr + at * stride_kb * CHUNK
+        v_at = v_ptr + at * stride_vb * CHUNK
+        if EVEN_D:
+            q = tl.load(q_at + q_tile)
+            k = tl.load(k_at + k_tile)
+        else:
+            q = tl.load(q_at + q_tile, mask=offs_d[None, :] < d, other=0.0)
+            k = tl.load(k_at + k_tile, mask=offs_d[:, None] < d, other=0.0)
+        s = tl.dot(q, k, out_dtype=tl.float32) * scale
+        if BIAS == OF_EACH:
+            s += tl.load(bias_ptr + at * stride_bb + bias_tile).to(tl.float32) * LOG2_E
+        if BIAS == SHARED:
+            s += added
+        elif not EVEN_N:
+            s += hidden[None, :]
+        if RIGHT:
+            # not added: what a row does not see may be NaN
+            s = tl.where(offs_n[None, :] <= upper[:, None], s, float("-inf"))
+        m = tl.max(s, 1)
+        # a row that sees nothing: −inf − −inf would be NaN
+        m = tl.where(m == float("-inf"), 0.0, m)
+        p = tl.exp2(s - m[:, None])
+        weight = tl.sum(p, 1)
+        if EVEN_DV:
+            v = tl.load(v_at + v_tile)
+        else:
+            v = tl.load(v_at + v_tile, mask=offs_dv[None, :] < dv, other=0.0)
+        acc = tl.dot(rounded(p, v.dtype, TIES_UP), v, out_dtype=tl.float32)
+        acc *= (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
+        tl.store(o_ptr + at * stride_ob * CHUNK + o_tile, acc.to(o_ptr.dtype.element_ty), mask=stored)

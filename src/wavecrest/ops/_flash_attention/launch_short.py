@@ -1,0 +1,133 @@
+"""The launch of the kernel for short sequences (`kernel_short.py`), and the calls and configurations that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.layout as _layout
+import wavecrest.ops.common.target as _target
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._flash_attention.config import Shape
+from wavecrest.ops._flash_attention.kernel_short import _short_attention_kernel
+from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
+
+NAME = "triton_short"
+# keys that one tile holds
+MOST_KEYS = 256
+# elements of 16 bytes, the unit of strides
+CHUNK = 8
+# a tile's offsets are counted in 32 bits
+FAR = 1 << 31
+
+
+def refusal(call: FlashAttentionCall, access: str) -> str | None:
+    """The reason why this kernel refuses a call that the portable one takes."""
+    if call.q.dtype not in (torch.float16, torch.bfloat16) or call.quantized:
+        return "takes float16 and bfloat16"
+    for name, asked in (
+        ("packed sequences", call.packed),
+        ("the left edge of a window", call.left >= 0),
+        ("ALiBi slopes", call.alibi_slopes is not None),
+        ("softcap", call.capped > 0),
+        ("sinks", call.sinks is not None),
+        ("dropout", call.dropout),
+        ("logarithms of sums", call.return_lse),
+        ("calls without keys", call.seqlen_k == 0),
+    ):
+        if asked:
+            return f"does not know {name}"
+    if call.seqlen_k > MOST_KEYS:
+        return f"holds at most {MOST_KEYS} keys in one tile"
+    if not access.startswith("columns 16"):
+        return "reads contiguous columns, every other stride a multiple of 16 bytes"
+    if call.head_dim_v % CHUNK != 0:
+        return f"writes a head_dim of v that is a multiple of {CHUNK}"
+    furthest = max(call.bhsd(one).stride(2) for one in (call.q, call.k, call.v))
+    if max(call.seqlen_q, call.seqlen_k) * furthest >= FAR:
+        return "counts the elements of a sequence in 32 bits, and these tokens are further apart"
+    return None
+
+
+def default(shape: Shape, arch: Arch | None) -> Config:
+    """As many rows as a matrix instruction of four warps has; the loads of one sequence ahead."""
+    return made_of(min(64, max(LEAST_BLOCK, _layout.power_of_two(shape.seqlen_q))), 4, 2, 4, arch)
+
+
+def made_of(rows: int, warps: int, stages: int, per_unit: int, arch: Arch | None) -> Config:
+    """The configuration of a tile, and of the programs a compute unit."""
+    more = {} if arch is None or arch.vendor != "amd" else {"matrix_instr_nonkdim": 16}
+    return Config(BLOCK_M=rows, PER_UNIT=per_unit, num_warps=warps, num_stages=stages, **more)
+
+
+def launch(call: FlashAttentionCall, o: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
+    """The kernel for a checked call that `refusal` does not refuse and that has queries; `o` contiguous."""
+    tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
+    units = 1 if arch is None else arch.compute_units
+    # about as many sequences for each program
+    each = _layout.ceil_div(call.batch * call.heads * tiles, config["PER_UNIT"] * units)
+    parts = _layout.ceil_div(call.batch, each)
+    block_d, block_dv, block_n = (
+        max(LEAST_BLOCK, _layout.power_of_two(one)) for one in (call.head_dim, call.head_dim_v, call.seqlen_k)
+    )
+    bias = call.broadcast_bias()
+    bias_strides = (0, 0, 0, 0) if bias is None else bias.stride()
+    return _launcher.Launch(
+        _short_attention_kernel,
+        (tiles * call.heads * parts,),
+        (
+            *_tensors(call, o),
+            call.scale, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v, call.batch, call.heads,
+            call.group, tiles, parts, min(call.right, call.seqlen_q + call.seqlen_k),
+            *(step for one in (call.q, call.k, call.v, o) for step in _strides(call, one)), *bias_strides,
+        ),
+        {
+            "RIGHT": call.right >= 0,
+            "BIAS": 0 if bias is None else 1 if bias_strides[0] == 0 or call.batch == 1 else 2,
+            "EVEN_N": call.seqlen_k == block_n,
+            "EVEN_D": call.head_dim == block_d,
+            "EVEN_DV": call.head_dim_v == block_dv,
+            "TIES_UP": arch is not None and arch.wave_size == 64 and not arch.rounds_bf16,
+            "XCDS": 1 if arch is None else arch.xcds,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_N": block_n,
+        },
+        # the kernel is told parts
+        Config(**{name: value for name, value in config.kwargs.items() if name != "PER_UNIT"}),
+    )  # fmt: skip
+
+
+def _strides(call: FlashAttentionCall, tensor: Tensor) -> tuple[int, ...]:
+    """The strides of sequences, heads and tokens, in units of CHUNK."""
+    one = call.bhsd(tensor)
+    # a stride says nothing where there is one element
+    return tuple(step // CHUNK if size > 1 else 0 for size, step in zip(one.shape[:3], one.stride()[:3], strict=True))
+
+
+def _tensors(call: FlashAttentionCall, o: Tensor) -> tuple[Tensor, ...]:
+    """The kernel's tensors; q, which is not read through it, in the place of an absent bias."""
+    return (call.q, call.k, call.v, call.q if call.bias is None else call.bias, o)
+
+
+def bind(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCall], Tensor]:
+    """The function that launches the kernel for calls with the signature of this one."""
+    shape, dtype, device = call.shape, call.dtype, call.q.device
+    start: Callable[..., None] | None = None
+    if call.batch * call.seqlen_q * call.q.numel() > 0:
+        # what is bound must not keep the tensors of one call
+        o = torch.empty(shape, dtype=dtype, device="meta" if not torch.compiler.is_compiling() else device)
+        start = _launcher.starter(launch(call, o, config, _target.arch()), device)
+
+    def run(call: FlashAttentionCall) -> Tensor:
+        o = torch.empty(shape, dtype=dtype, device=device)
+        if start is not None:
+            start(*_tensors(call, o))
+        return o
+
+    return run
