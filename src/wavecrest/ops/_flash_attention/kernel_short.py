@@ -18,7 +18,7 @@ NO_BIAS, SHARED, OF_EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # values that do not make the kernel anew when they change
 SIZES = [
-    "scale", "seqlen_q", "seqlen_k", "d", "dv", "batch", "heads", "group", "tiles", "parts", "right",
+    "scale", "seqlen_q", "seqlen_k", "d_units", "dv_units", "batch", "heads", "group", "tiles", "parts", "right",
     "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs",
     "stride_ob", "stride_oh", "stride_os", "stride_bb", "stride_bh", "stride_bm", "stride_bn",
 ]  # fmt: skip
@@ -27,7 +27,7 @@ SIZES = [
 @triton.jit(do_not_specialize=SIZES)
 def _short_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, bias_ptr, o_ptr,
-    scale, seqlen_q, seqlen_k, d, dv, batch, heads, group, tiles, parts, right,
+    scale, seqlen_q, seqlen_k, d_units, dv_units, batch, heads, group, tiles, parts, right,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_bb, stride_bh, stride_bm, stride_bn,
     RIGHT: tl.constexpr, BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
@@ -36,7 +36,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_M queries of one head, of every sequence whose number is the program's part, counted in `parts`.
 
-    Strides of q, k, v and o come in units of CHUNK. `right`: of the window, where there is one (RIGHT). EVEN_N: there
+    Strides of q, k, v and o, and head_dim, come in units of CHUNK. `right`: of the window, where there is one (RIGHT). EVEN_N: there
     are BLOCK_N keys.
     """
     # tiles of a head and heads of a sequence side by side, as in memory
@@ -65,7 +65,11 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     v_tile = keys[:, None] * (stride_vs * CHUNK) + offs_dv[None, :]
     o_tile = offs_m[:, None] * (stride_os * CHUNK) + offs_dv[None, :]
     bias_tile = rows[:, None] * stride_bm + keys[None, :] * stride_bn
-    stored = (offs_m < seqlen_q)[:, None] & (offs_dv < dv)[None, :]
+    mask_d = offs_d < d_units * CHUNK
+    mask_dv = offs_dv < dv_units * CHUNK
+    if EVEN_DV:
+        mask_dv = tl.full([BLOCK_DV], True, tl.int1)
+    stored = (offs_m < seqlen_q)[:, None] & mask_dv[None, :]
 
     # −inf for copies of the last key
     hidden = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))
@@ -83,8 +87,8 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
             q = tl.load(q_at + q_tile)
             k = tl.load(k_at + k_tile)
         else:
-            q = tl.load(q_at + q_tile, mask=offs_d[None, :] < d, other=0.0)
-            k = tl.load(k_at + k_tile, mask=offs_d[:, None] < d, other=0.0)
+            q = tl.load(q_at + q_tile, mask=mask_d[None, :], other=0.0)
+            k = tl.load(k_at + k_tile, mask=mask_d[:, None], other=0.0)
         s = tl.dot(q, k, out_dtype=tl.float32) * scale
         if BIAS == OF_EACH:
             s += tl.load(bias_ptr + at * stride_bb + bias_tile).to(tl.float32) * LOG2_E
@@ -103,7 +107,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         if EVEN_DV:
             v = tl.load(v_at + v_tile)
         else:
-            v = tl.load(v_at + v_tile, mask=offs_dv[None, :] < dv, other=0.0)
+            v = tl.load(v_at + v_tile, mask=mask_dv[None, :], other=0.0)
         acc = tl.dot(rounded(p, v.dtype, TIES_UP), v, out_dtype=tl.float32)
         acc *= (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
         tl.store(o_ptr + at * stride_ob * CHUNK + o_tile, acc.to(o_ptr.dtype.element_ty), mask=stored)

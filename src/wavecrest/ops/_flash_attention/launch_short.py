@@ -46,8 +46,8 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
         return f"holds at most {MOST_KEYS} keys in one tile"
     if not access.startswith("columns 16"):
         return "reads contiguous columns, every other stride a multiple of 16 bytes"
-    if call.head_dim_v % CHUNK != 0:
-        return f"writes a head_dim of v that is a multiple of {CHUNK}"
+    if call.head_dim % CHUNK != 0 or call.head_dim_v % CHUNK != 0:
+        return f"has a head_dim that is a multiple of {CHUNK}"
     furthest = max(call.bhsd(one).stride(2) for one in (call.q, call.k, call.v))
     if max(call.seqlen_q, call.seqlen_k) * furthest >= FAR:
         return "counts the elements of a sequence in 32 bits, and these tokens are further apart"
@@ -82,8 +82,8 @@ def launch(call: FlashAttentionCall, o: Tensor, config: Config, arch: Arch | Non
         (tiles * call.heads * parts,),
         (
             *_tensors(call, o),
-            call.scale, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v, call.batch, call.heads,
-            call.group, tiles, parts, min(call.right, call.seqlen_q + call.seqlen_k),
+            call.scale, call.seqlen_q, call.seqlen_k, call.head_dim // CHUNK, call.head_dim_v // CHUNK, call.batch,
+            call.heads, call.group, tiles, parts, min(call.right, call.seqlen_q + call.seqlen_k),
             *(step for one in (call.q, call.k, call.v, o) for step in _strides(call, one)), *bias_strides,
         ),
         {
