@@ -80,7 +80,7 @@ def _refuse_cdna(call: FlashAttentionCall) -> str | None:
 
 def short_config(key: Key) -> Config:
     """The configuration of the kernel for short sequences for a key where nothing measured is known."""
-    return _short.default(shape_of(key), _target.arch())
+    return _short.default(shape_of(key), dict(zip(KEY_FIELDS, key, strict=True))["keys"], _target.arch())
 
 
 def _refuse_short(call: FlashAttentionCall) -> str | None:

@@ -30,14 +30,14 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     scale, seqlen_q, seqlen_k, d_units, dv_units, batch, heads, group, tiles, parts, right,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_bb, stride_bh, stride_bm, stride_bn,
-    RIGHT: tl.constexpr, BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    TIES_UP: tl.constexpr, XCDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    RIGHT: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    EVEN_DV: tl.constexpr, TIES_UP: tl.constexpr, XCDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head, of every sequence whose number is the program's part, counted in `parts`.
 
-    Strides of q, k, v and o, and head_dim, come in units of CHUNK. `right`: of the window, where there is one (RIGHT). EVEN_N: there
-    are BLOCK_N keys.
+    Strides of q, k, v and o, and head_dim, come in units of CHUNK. `right`: of the window, where there is one (RIGHT).
+    BIAS_ROWS: queries have a bias each, and not one in common. EVEN_N: there are BLOCK_N keys.
     """
     # tiles of a head and heads of a sequence side by side, as in memory
     program = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
@@ -64,7 +64,9 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     k_tile = keys[None, :] * (stride_ks * CHUNK) + offs_d[:, None]
     v_tile = keys[:, None] * (stride_vs * CHUNK) + offs_dv[None, :]
     o_tile = offs_m[:, None] * (stride_os * CHUNK) + offs_dv[None, :]
-    bias_tile = rows[:, None] * stride_bm + keys[None, :] * stride_bn
+    bias_tile = keys[None, :] * stride_bn
+    if BIAS_ROWS:
+        bias_tile += rows[:, None] * stride_bm
     mask_d = offs_d < d_units * CHUNK
     mask_dv = offs_dv < dv_units * CHUNK
     if EVEN_DV:
@@ -72,11 +74,15 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     stored = (offs_m < seqlen_q)[:, None] & mask_dv[None, :]
 
     # −inf for copies of the last key
-    hidden = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))
-    added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + hidden[None, :]
+    added = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))[None, :]
     if BIAS == SHARED:
         added += tl.load(bias_ptr + bias_tile).to(tl.float32) * LOG2_E
-    upper = tl.minimum(offs_m + (seqlen_k - seqlen_q) + right, seqlen_k - 1)
+    diagonal = seqlen_k - seqlen_q + right
+    upper = tl.minimum(offs_m + diagonal, seqlen_k - 1)
+    # zeros for values that no row of the tile sees: 0 · NaN would be NaN
+    mask_v = mask_dv[None, :]
+    if RIGHT:
+        mask_v = mask_v & (offs_n <= tl.minimum(tile * BLOCK_M + BLOCK_M, seqlen_q) - 1 + diagonal)[:, None]
 
     for sequence in range(part, batch, parts):
         at = tl.cast(sequence, tl.int64)
@@ -92,10 +98,8 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         s = tl.dot(q, k, out_dtype=tl.float32) * scale
         if BIAS == OF_EACH:
             s += tl.load(bias_ptr + at * stride_bb + bias_tile).to(tl.float32) * LOG2_E
-        if BIAS == SHARED:
+        if BIAS == SHARED or not EVEN_N:
             s += added
-        elif not EVEN_N:
-            s += hidden[None, :]
         if RIGHT:
             # not added: what a row does not see may be NaN
             s = tl.where(offs_n[None, :] <= upper[:, None], s, float("-inf"))
@@ -104,10 +108,10 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         m = tl.where(m == float("-inf"), 0.0, m)
         p = tl.exp2(s - m[:, None])
         weight = tl.sum(p, 1)
-        if EVEN_DV:
+        if EVEN_DV and not RIGHT:
             v = tl.load(v_at + v_tile)
         else:
-            v = tl.load(v_at + v_tile, mask=mask_dv[None, :], other=0.0)
+            v = tl.load(v_at + v_tile, mask=mask_v, other=0.0)
         acc = tl.dot(rounded(p, v.dtype, TIES_UP), v, out_dtype=tl.float32)
         acc *= (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
         tl.store(o_ptr + at * stride_ob * CHUNK + o_tile, acc.to(o_ptr.dtype.element_ty), mask=stored)

@@ -18,8 +18,8 @@ from wavecrest.ops._flash_attention.kernel_short import _short_attention_kernel
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 
 NAME = "triton_short"
-# keys that one tile holds
-MOST_KEYS = 256
+# keys that one tile holds, and elements of their head_dims
+MOST_KEYS, MOST_ELEMENTS = 128, 128 * 64
 # elements of 16 bytes, the unit of strides
 CHUNK = 8
 # a tile's offsets are counted in 32 bits
@@ -44,19 +44,39 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
             return f"does not know {name}"
     if call.seqlen_k > MOST_KEYS:
         return f"holds at most {MOST_KEYS} keys in one tile"
+    block_n, *head_dims = _blocks(call)
+    if block_n * max(head_dims) > MOST_ELEMENTS:
+        return f"holds at most {MOST_ELEMENTS} elements of keys in one tile"
     if not access.startswith("columns 16"):
         return "reads contiguous columns, every other stride a multiple of 16 bytes"
     if call.head_dim % CHUNK != 0 or call.head_dim_v % CHUNK != 0:
         return f"has a head_dim that is a multiple of {CHUNK}"
     furthest = max(call.bhsd(one).stride(2) for one in (call.q, call.k, call.v))
-    if max(call.seqlen_q, call.seqlen_k) * furthest >= FAR:
+    bias = call.broadcast_bias()
+    if bias is not None:
+        furthest = max(furthest, bias.stride(2) + bias.stride(3))
+    # rows behind the last query are copies of it, or not written
+    if max(call.seqlen_q + 128, call.seqlen_k) * furthest >= FAR:
         return "counts the elements of a sequence in 32 bits, and these tokens are further apart"
     return None
 
 
-def default(shape: Shape, arch: Arch | None) -> Config:
-    """As many rows as a matrix instruction of four warps has; the loads of one sequence ahead."""
-    return made_of(min(64, max(LEAST_BLOCK, _layout.power_of_two(shape.seqlen_q))), 4, 2, 4, arch)
+def default(shape: Shape, keys: int, arch: Arch | None) -> Config:
+    """All queries up to 64 in four warps; on NVIDIA up to 128 in eight where no bias or mask takes their registers.
+
+    By times of windows of 49 tokens and of sentences of 50 to 128 on an H200 (2026-11-28). On AMD by registers: beside
+    128 keys there is room for no next sequence, and a mask takes two scalar registers for each element of a lane.
+    """
+    many = keys > 64
+    rows = max(LEAST_BLOCK, min(64, _layout.power_of_two(shape.seqlen_q)))
+    if arch is not None and arch.vendor == "amd":
+        narrow = arch.wave_size == 32
+        if many and (shape.causal or narrow):
+            rows = min(rows, 16 if narrow and shape.more else 32)
+        return made_of(rows, 4, 1 if many or narrow else 2, 4, arch)
+    if many and shape.seqlen_q > 64 and shape.head_dim > 32 and not shape.more and not shape.causal:
+        return made_of(128, 8, 2, 2, arch)
+    return made_of(rows, 4, 2 if many else 3, 4, arch)
 
 
 def made_of(rows: int, warps: int, stages: int, per_unit: int, arch: Arch | None) -> Config:
@@ -65,16 +85,18 @@ def made_of(rows: int, warps: int, stages: int, per_unit: int, arch: Arch | None
     return Config(BLOCK_M=rows, PER_UNIT=per_unit, num_warps=warps, num_stages=stages, **more)
 
 
+def parts_of(batch: int, tiles: int, config: Config, arch: Arch | None) -> int:
+    """The parts that the sequences are dealt to, whose `tiles` are taken by a program each: about PER_UNIT a unit."""
+    units = 1 if arch is None else arch.compute_units
+    each = _layout.ceil_div(batch * tiles, config["PER_UNIT"] * units)
+    return _layout.ceil_div(batch, each)
+
+
 def launch(call: FlashAttentionCall, o: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
     """The kernel for a checked call that `refusal` does not refuse and that has queries; `o` contiguous."""
     tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
-    units = 1 if arch is None else arch.compute_units
-    # about as many sequences for each program
-    each = _layout.ceil_div(call.batch * call.heads * tiles, config["PER_UNIT"] * units)
-    parts = _layout.ceil_div(call.batch, each)
-    block_d, block_dv, block_n = (
-        max(LEAST_BLOCK, _layout.power_of_two(one)) for one in (call.head_dim, call.head_dim_v, call.seqlen_k)
-    )
+    parts = parts_of(call.batch, call.heads * tiles, config, arch)
+    block_n, block_d, block_dv = _blocks(call)
     bias = call.broadcast_bias()
     bias_strides = (0, 0, 0, 0) if bias is None else bias.stride()
     return _launcher.Launch(
@@ -89,6 +111,7 @@ def launch(call: FlashAttentionCall, o: Tensor, config: Config, arch: Arch | Non
         {
             "RIGHT": call.right >= 0,
             "BIAS": 0 if bias is None else 1 if bias_strides[0] == 0 or call.batch == 1 else 2,
+            "BIAS_ROWS": bias_strides[2] != 0,
             "EVEN_N": call.seqlen_k == block_n,
             "EVEN_D": call.head_dim == block_d,
             "EVEN_DV": call.head_dim_v == block_dv,
@@ -101,6 +124,12 @@ def launch(call: FlashAttentionCall, o: Tensor, config: Config, arch: Arch | Non
         # the kernel is told parts
         Config(**{name: value for name, value in config.kwargs.items() if name != "PER_UNIT"}),
     )  # fmt: skip
+
+
+def _blocks(call: FlashAttentionCall) -> tuple[int, ...]:
+    """The powers of two that hold the keys and both head_dims, and that matrix units take."""
+    sizes = (call.seqlen_k, call.head_dim, call.head_dim_v)
+    return tuple(max(LEAST_BLOCK, _layout.power_of_two(one)) for one in sizes)
 
 
 def _strides(call: FlashAttentionCall, tensor: Tensor) -> tuple[int, ...]:

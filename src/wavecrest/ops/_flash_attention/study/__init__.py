@@ -11,6 +11,7 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.study import KernelStudy, Study
@@ -19,7 +20,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import FlashAttentionCall, key_of
 from wavecrest.ops._flash_attention.config import shape_of
 from wavecrest.ops._flash_attention.study import cases, space
-from wavecrest.ops._flash_attention.study.work import work
+from wavecrest.ops._flash_attention.study.work import work, work_short
 from wavecrest.ops.common.quantized import float8_of
 
 
@@ -37,6 +38,7 @@ def studies() -> dict[str, Study[FlashAttentionCall]]:
             "triton": KernelStudy(space.space, _launches, partial(work, "triton")),
             "triton_hopper": KernelStudy(space.space_hopper, _hopper_launches, partial(work, "triton_hopper")),
             "triton_cdna": KernelStudy(space.space_cdna, _cdna_launches, partial(work, "triton_cdna")),
+            "triton_short": KernelStudy(space.space_short, _short_launches, work_short),
         },
     )
     return {"flash_attention": study}
@@ -96,6 +98,12 @@ def _cdna_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list
     return [_cdna.launch(call, *_launch.empty_results(meta), config, arch)]
 
 
+def _short_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    if call.batch * call.seqlen_q * call.q.numel() == 0:
+        return []
+    return [_short.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
+
+
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
     """The launches that are held to a budget, by name."""
     made = {}
@@ -106,6 +114,10 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
             order = {field: chosen[field] for field in ("SECTION_MIB",) if field in chosen}
             chosen = Config(**(order | config.kwargs))
         made[name] = _launch.launch(call, *_launch.empty_results(call), chosen, arch)
+    if config is None:
+        for name, call in cases.compiled_of_short().items():
+            chosen = _short.default(shape_of(key_of(call)), call.seqlen_k, arch)
+            (made[f"short {name}"],) = _short_launches(call, chosen, arch)
     if arch.name == "sm_90" and config is None:
         for name, call in cases.compiled_for_hopper().items():
             chosen = _hopper.default(shape_of(key_of(call)))

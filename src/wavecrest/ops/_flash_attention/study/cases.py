@@ -136,6 +136,28 @@ def compiled_of_8_bits(fp8: torch.dtype) -> dict[str, FlashAttentionCall]:
     return found
 
 
+def compiled_of_short() -> dict[str, FlashAttentionCall]:
+    """Calls that the kernel for short sequences must compile for: windows of an image, sentences, each kind of bias."""
+    half, brain = torch.float16, torch.bfloat16
+    windows = torch.empty(1, 3, 49, 49, dtype=half, device="meta")
+    padding = torch.empty(64, 1, 1, 128, dtype=brain, device="meta")
+    each = torch.empty(64, 12, 128, 128, dtype=half, device="meta")
+    sentences = _Sizes(64, 12, 12, 128, 128, 64, 64)
+    return {
+        name: _call(sizes, dtype, "meta", layout="bshd", **options)
+        for name, sizes, dtype, options in (
+            ("windows", _Sizes(4096, 3, 3, 49, 49, 32, 32), half, {"bias": windows}),
+            ("padding", sentences, brain, {"bias": padding}),
+            ("bias of each", sentences, half, {"bias": each}),
+            ("D=32", _Sizes(64, 12, 12, 128, 128, 32, 32), half, {}),
+            ("D=64", sentences, brain, {}),
+            ("D=64 causal", _Sizes(64, 8, 8, 77, 77, 64, 64), half, {"causal": True}),
+            ("D=128 shared heads", _Sizes(64, 8, 2, 60, 60, 128, 128), brain, {}),
+            ("D=72", _Sizes(64, 16, 16, 64, 64, 72, 72), brain, {}),
+        )
+    }
+
+
 def compiled_for_hopper() -> dict[str, FlashAttentionCall]:
     """Calls that sm_90's own kernel must compile for: each width of the tiles, and its options beside causality."""
     sinks = torch.empty(32, dtype=torch.bfloat16, device="meta")
@@ -211,6 +233,8 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(4, generator=generator, device="cpu"), torch.randn(4, generator=generator, device="cpu")
     dense = torch.randn(2, 1, 40, 70, generator=generator, device="cpu").to(brain)
+    windows = torch.randn(1, 2, 49, 49, generator=generator, device="cpu").to(half)
+    padding = torch.where(torch.rand(3, 1, 1, 90, generator=generator, device="cpu") < 0.3, -math.inf, 0.0).to(brain)
     packed: dict[str, Any] = {"layout": "thd", "starts_q": [0, 20, 20, 90], "starts_k": [0, 70, 90, 210]}
     own: dict[str, Callable[[], FlashAttentionCall]] = {}
     if arch == "gfx950":
@@ -222,6 +246,9 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
         own["many tiles, nothing hidden"] = partial(_call, whole, half, "cpu", layout="bshd")
     return own | {
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
+        "short windows": partial(_call, _Sizes(6, 2, 2, 49, 49, 32, 32), half, "cpu", layout="bshd", bias=windows),
+        "short padding": partial(_call, _Sizes(3, 2, 1, 70, 90, 64, 64), brain, "cpu", bias=padding),
+        "short causal": partial(_call, _Sizes(3, 2, 2, 77, 77, 72, 40), half, "cpu", layout="bshd", causal=True),
         "causal shared heads": partial(_call, _Sizes(1, 4, 2, 150, 150, 64, 64), brain, "cpu", causal=True),
         "D=128 causal": partial(_call, _Sizes(1, 1, 1, 70, 130, 128, 128), brain, "cpu", causal=True),
         "window softcap": partial(_call, _Sizes(1, 2, 2, 70, 150, 40, 24), half, "cpu", window=(30, 9), softcap=5.0),

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
+from wavecrest.ops._flash_attention.call import KEY_FIELDS
 from wavecrest.ops._flash_attention.config import Shape, Tile, default, made_of, shape_of
 from wavecrest.ops._flash_attention.launch import DYNAMIC, LEAST_BLOCK, PER_UNIT
 
@@ -128,3 +130,34 @@ def space_cdna_of(shape: Shape, arch: Arch) -> Iterator[Config]:
         if made == _cdna.default(shape, arch) and "SECTION_MIB" in made:
             for mib in (0, int(arch.l2_mib) // 2, 4 * int(arch.l2_mib)):
                 yield Config(**(made.kwargs | {"SECTION_MIB": mib}))
+
+
+# rows, warps
+_SHORT = ((64, 4), (32, 4), (32, 2), (16, 1), (128, 8))
+# programs a compute unit
+_SHORT_PROGRAMS = (2, 4, 8)
+
+
+def space_short(key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of the kernel for short sequences for a key."""
+    return space_short_of(shape_of(key), dict(zip(KEY_FIELDS, key, strict=True))["keys"], arch)
+
+
+def space_short_of(shape: Shape, keys: int, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first."""
+    first = _short.default(shape, keys, arch)
+    yield first
+    width, tile = (max(LEAST_BLOCK, _layout.power_of_two(one)) for one in (shape.head_dim, keys))
+    for rows, warps in _SHORT:
+        # sums and scores, and what is added to them; no more rows than there are queries
+        held = rows * (width + 2 * tile) / (warps * arch.wave_size)
+        if held > 160 or rows > max(LEAST_BLOCK, _layout.power_of_two(shape.seqlen_q)):
+            continue
+        for stages in (1, 2, 3):
+            # q, k and v of the sequences that are under way
+            if 2 * stages * width * (rows + 2 * tile) > arch.lds_kib << 10:
+                continue
+            for programs in _SHORT_PROGRAMS:
+                made = _short.made_of(rows, warps, stages, programs, arch)
+                if made != first:
+                    yield made

@@ -15,6 +15,7 @@ from wavecrest.ops._flash_attention.config import Shape, shape_of
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 from wavecrest.ops._flash_attention.launch_cdna import ARCH as CDNA
 from wavecrest.ops._flash_attention.launch_hopper import GROUPS
+from wavecrest.ops._flash_attention.launch_short import MOST_KEYS, parts_of
 
 # groups of four warps of the portable kernel go on together from each load: half of one's softmax is beside products
 _LOOSE = 1.5
@@ -91,3 +92,34 @@ def _vector(shape: Shape, part: dict[str, int], m: int, n: int, d: int, dv: int,
     """Operations of a step: of scores, with those that are done to them, of sums that shrink, of codes."""
     each = _work.SCORE_OPERATIONS[arch.vendor] + 4 * shape.more + (part["right"] >= 0)
     return m * n * each + m * dv + (0.0 if shape.kv_dtype is None else n * (d + dv) * _work.widened(8, 16))
+
+
+def work_short(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """The launch of the kernel for short sequences, a step each; none where these are not known, or long."""
+    part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
+    if 0 in (part["batch"], part["queries"], part["keys"]) or part["keys"] > MOST_KEYS or shape.bits != 16:
+        return ()
+    rows, warps, stages = config["BLOCK_M"], config["num_warps"], config["num_stages"]
+    tiles = _layout.ceil_div(part["queries"], rows)
+    d, dv, n = (max(LEAST_BLOCK, _layout.power_of_two(part[name])) for name in ("d", "dv", "keys"))
+    parts = parts_of(part["batch"], part["heads"] * tiles, config, arch)
+    steps, lanes, size = part["batch"] / parts, warps * arch.wave_size, shape.bits / 8
+    wide = _work.wide(arch, rows, warps, shape.bits)
+    scores = _work.product(rows, n, d, shape.bits, warps, arch)
+    values = _work.product(rows, dv, n, shape.bits, warps, arch, held=True)
+    loaded = (rows * d + n * (d + dv)) * size
+    q_bytes = part["batch"] * part["heads"] * part["queries"] * part["d"] * size
+    return (
+        Work(
+            programs=tiles * part["heads"] * parts, warps=warps, steps=steps, loaded=loaded,
+            fresh=q_bytes + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * size,
+            depth=_work.depth(stages, wide, arch), shared=_work.kept(loaded, stages, wide, arch),
+            registers=rows * (dv + 1.5 * n) / lanes + values.registers + _work.staged(loaded, lanes, stages, arch),
+            # of every step
+            stored=steps * rows * part["dv"] * size,
+            matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0], rate=scores.rate,
+            vector=_vector(shape, part, rows, n, d, dv, arch),
+            lds=scores.lds + values.lds + loaded * _work.COPIED_TWICE,
+            chain=scores.chain + values.chain + 2 * _work.REDUCED_CYCLES,
+        ),
+    )  # fmt: skip
