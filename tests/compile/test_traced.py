@@ -24,6 +24,7 @@ WRITTEN = {
     "_words_kernel": {"c_ptr", "part_ptr"},
     "_join_kernel": {"c_ptr"},
     "_flash_attention_kernel": {"o_ptr", "lse_ptr"},
+    "_short_attention_kernel": {"o_ptr"},
     "_decoding_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
     "_joining_kernel": {"o_ptr", "lse_ptr"},
     "_append_kernel": {

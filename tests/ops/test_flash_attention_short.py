@@ -152,6 +152,11 @@ def test_queries_that_see_nothing(device: str) -> None:
     for options, blind in (({"causal": True}, 17), ({"window": (-1, 4)}, 13)):
         out = op.run(SHORT, FlashAttentionCall(q, k, v, **options))
         assert not out[:, :blind].any() and out[:, blind:].abs().sum(-1).min() > 0
+        # the first tile sees nothing, whatever there is
+        bad = torch.full_like(v, float("nan"))
+        first = min(16, blind // 16 * 16)
+        out = op.run(SHORT, FlashAttentionCall(q, k, bad, **options), config=config_of())
+        assert not out[:, :first].any() and out[:, blind:].isnan().all()
     bias = torch.zeros(2, 1, 40, 23, device=device)
     bias[1, 0, 7] = -math.inf
     for each in (bias, bias[1:]):

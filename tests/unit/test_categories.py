@@ -89,6 +89,7 @@ NAMES: dict[str, list[str]] = {
         "triton_tem_fused_flex_attention_0",
         "_flash_attention_kernel",
         "_cdna_attention_kernel",
+        "_short_attention_kernel",
         "_decoding_kernel",
         "_mlstm_chunks_kernel",
         "_mlstm_step_kernel",

@@ -208,10 +208,12 @@ def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, na
     count = len(op.study.emulate_cases("sm_90" if known is None else known.name))
     assert count > (2 if name == "mla_prefill" else 5)
     found = sanitize.run_op(op, device)
-    assert (found["ran"], found["wrong"], found["idle"]) == (count, {}, [])
+    # a second portable kernel takes the cases that are made for it
+    short = {"flash_attention": 3}.get(name, 0)
+    assert (found["ran"], found["wrong"], found["idle"]) == (count + short, {}, [])
     # each kernel that is for another architecture says so
     others = [one for one in op.backends if one.startswith("triton_")]
-    assert len(found["declined"]) == count * len(others)
+    assert len(found["declined"]) == count * len(others) - short
 
 
 def test_a_product_runs_rows_and_what_the_emulator_runs(

@@ -220,8 +220,8 @@ class Planner:
 
     def _holds_look(self, step: Step) -> bool:
         """Whether the budget holds a long look, the trial and its proof."""
-        needed = self._long_look + self.run.costs.expect(self._kind(step)) + self._reserve(step, self._hope(step))
-        return needed <= self.run.seconds_left
+        trial = self._long_look + self.run.costs.expect(self._kind(step))
+        return trial + self._reserve(step, self._hope(step), self._long_look) <= self.run.seconds_left
 
     @property
     def _long_look(self) -> float:
@@ -376,7 +376,7 @@ class Planner:
             kind = self._kind(step)
             seconds = run.costs.expect(kind)
         seconds, prediction = max(seconds, LEAST_SECONDS), self._hope(step) if look is None else look.prediction
-        reserve = self._reserve(step, prediction)
+        reserve = self._reserve(step, prediction, self._long_look if look is None else 0.0)
         if look is None:
             return Candidate(step, attempt, None, None, prediction, kind, seconds, reserve, unseen=self._long_look)
         return self._with_cause(
@@ -401,7 +401,8 @@ class Planner:
         compiled = self._compiled or (step is not None and self._compiles(step))
         return self.run.costs.final(self.run.options.budget, compiled=compiled, looks=looks, recompiled=recompiled)
 
-    def _reserve(self, step: Step | None, prediction: Prediction | None = None) -> float:
+    def _reserve(self, step: Step | None, prediction: Prediction | None = None, look: float = 0.0) -> float:
+        """Seconds of the end of the run with this step in force too, which a look of `look` seconds comes before."""
         if self._one_only:
             # it was said that the budget will not do: the best single step, rather than none
             return 0.0
@@ -410,9 +411,9 @@ class Planner:
         looks = 1 if is_promising else self._looks_to_take()
         # where the end has no time to compile the result again, none is kept for it: steps may have it
         proof = self._proof(step, looks, recompiled=not is_promising and may_recompile(self.run))
-        return min(proof, self.run.costs.phases) if self._is_measured_here(step, promised, proof) else proof
+        return min(proof, self.run.costs.phases) if self._is_measured_here(step, promised, look, proof) else proof
 
-    def _is_measured_here(self, step: Step | None, promised: float | None, proof: float) -> bool:
+    def _is_measured_here(self, step: Step | None, promised: float | None, look: float, proof: float) -> bool:
         """Whether the result with this step in force too is measured in this process, for want of time."""
         left = self.run.seconds_left
         if self._compiled and self._proof(None, 1, recompiled=False) > left + LATE_SHARE * self.run.options.budget:
@@ -421,7 +422,7 @@ class Planner:
         compiles = step is not None and (self._compiled or self._compiles(step))
         if step is None or not compiles or promised is None or promised < MUCH:
             return False
-        return self.run.costs.expect(self._kind(step)) + proof > left
+        return look + self.run.costs.expect(self._kind(step)) + proof > left
 
     def _looks_to_take(self) -> int | None:
         """The looks at the result that its gain so far is expected to need; None: all of them."""

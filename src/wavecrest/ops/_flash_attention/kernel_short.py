@@ -62,11 +62,12 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     bias_ptr += head * stride_bh
     q_tile = rows[:, None] * (stride_qs * CHUNK) + offs_d[None, :]
     k_tile = keys[None, :] * (stride_ks * CHUNK) + offs_d[:, None]
-    v_tile = keys[:, None] * (stride_vs * CHUNK) + offs_dv[None, :]
     o_tile = offs_m[:, None] * (stride_os * CHUNK) + offs_dv[None, :]
-    bias_tile = keys[None, :] * stride_bn
+    # rows and keys apart: one offset for each element would be kept in registers for all sequences
+    bias_rows = bias_ptr + tl.zeros([1, 1], tl.int32)
     if BIAS_ROWS:
-        bias_tile += rows[:, None] * stride_bm
+        bias_rows += rows[:, None] * stride_bm
+    bias_keys = keys[None, :] * stride_bn
     mask_d = offs_d < d_units * CHUNK
     mask_dv = offs_dv < dv_units * CHUNK
     if EVEN_DV:
@@ -76,13 +77,14 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     # −inf for copies of the last key
     added = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))[None, :]
     if BIAS == SHARED:
-        added += tl.load(bias_ptr + bias_tile).to(tl.float32) * LOG2_E
+        added += tl.load(bias_rows + bias_keys).to(tl.float32) * LOG2_E
     diagonal = seqlen_k - seqlen_q + right
     upper = tl.minimum(offs_m + diagonal, seqlen_k - 1)
-    # zeros for values that no row of the tile sees: 0 · NaN would be NaN
-    mask_v = mask_dv[None, :]
     if RIGHT:
-        mask_v = mask_v & (offs_n <= tl.minimum(tile * BLOCK_M + BLOCK_M, seqlen_q) - 1 + diagonal)[:, None]
+        # no values that no row of the tile sees: 0 · NaN would be NaN
+        last = tl.minimum(tile * BLOCK_M + BLOCK_M, seqlen_q) - 1 + diagonal
+        keys = tl.minimum(keys, tl.maximum(last, 0))
+    v_tile = keys[:, None] * (stride_vs * CHUNK) + offs_dv[None, :]
 
     for sequence in range(part, batch, parts):
         at = tl.cast(sequence, tl.int64)
@@ -97,7 +99,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
             k = tl.load(k_at + k_tile, mask=mask_d[:, None], other=0.0)
         s = tl.dot(q, k, out_dtype=tl.float32) * scale
         if BIAS == OF_EACH:
-            s += tl.load(bias_ptr + at * stride_bb + bias_tile).to(tl.float32) * LOG2_E
+            s += tl.load(bias_rows + at * stride_bb + bias_keys).to(tl.float32) * LOG2_E
         if BIAS == SHARED or not EVEN_N:
             s += added
         if RIGHT:
@@ -108,10 +110,13 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         m = tl.where(m == float("-inf"), 0.0, m)
         p = tl.exp2(s - m[:, None])
         weight = tl.sum(p, 1)
-        if EVEN_DV and not RIGHT:
+        if EVEN_DV:
             v = tl.load(v_at + v_tile)
         else:
-            v = tl.load(v_at + v_tile, mask=mask_v, other=0.0)
+            v = tl.load(v_at + v_tile, mask=mask_dv[None, :], other=0.0)
         acc = tl.dot(rounded(p, v.dtype, TIES_UP), v, out_dtype=tl.float32)
         acc *= (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
+        if RIGHT:
+            # a tile that sees nothing has read the first value, which may be NaN
+            acc = tl.where((weight == 0.0)[:, None], 0.0, acc)
         tl.store(o_ptr + at * stride_ob * CHUNK + o_tile, acc.to(o_ptr.dtype.element_ty), mask=stored)

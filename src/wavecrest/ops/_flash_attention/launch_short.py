@@ -64,8 +64,9 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
 def default(shape: Shape, keys: int, arch: Arch | None) -> Config:
     """All queries up to 64 in four warps; on NVIDIA up to 128 in eight where no bias or mask takes their registers.
 
-    By times of windows of 49 tokens and of sentences of 50 to 128 on an H200 (2026-11-28). On AMD by registers: beside
-    128 keys there is room for no next sequence, and a mask takes two scalar registers for each element of a lane.
+    By times of windows of 49 tokens and of sentences of 50 to 128 on an H200 (2026-11-28). On AMD by registers and LDS:
+    beside 128 keys, or a wide head, there is room for no next sequence, and a mask takes two scalar registers for each
+    element of a lane.
     """
     many = keys > 64
     rows = max(LEAST_BLOCK, min(64, _layout.power_of_two(shape.seqlen_q)))
@@ -73,7 +74,7 @@ def default(shape: Shape, keys: int, arch: Arch | None) -> Config:
         narrow = arch.wave_size == 32
         if many and (shape.causal or narrow):
             rows = min(rows, 16 if narrow and shape.more else 32)
-        return made_of(rows, 4, 1 if many or narrow else 2, 4, arch)
+        return made_of(rows, 4, 1 if many or narrow or shape.head_dim > 64 else 2, 4, arch)
     if many and shape.seqlen_q > 64 and shape.head_dim > 32 and not shape.more and not shape.causal:
         return made_of(128, 8, 2, 2, arch)
     return made_of(rows, 4, 2 if many else 3, 4, arch)

@@ -248,7 +248,7 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
         "short windows": partial(_call, _Sizes(6, 2, 2, 49, 49, 32, 32), half, "cpu", layout="bshd", bias=windows),
         "short padding": partial(_call, _Sizes(3, 2, 1, 70, 90, 64, 64), brain, "cpu", bias=padding),
-        "short causal": partial(_call, _Sizes(3, 2, 2, 77, 77, 72, 40), half, "cpu", layout="bshd", causal=True),
+        "short causal": partial(_call, _Sizes(3, 2, 2, 77, 77, 40, 24), half, "cpu", layout="bshd", causal=True),
         "causal shared heads": partial(_call, _Sizes(1, 4, 2, 150, 150, 64, 64), brain, "cpu", causal=True),
         "D=128 causal": partial(_call, _Sizes(1, 1, 1, 70, 130, 128, 128), brain, "cpu", causal=True),
         "window softcap": partial(_call, _Sizes(1, 2, 2, 70, 150, 40, 24), half, "cpu", window=(30, 9), softcap=5.0),

@@ -108,18 +108,18 @@ def work_short(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
     scores = _work.product(rows, n, d, shape.bits, warps, arch)
     values = _work.product(rows, dv, n, shape.bits, warps, arch, held=True)
     loaded = (rows * d + n * (d + dv)) * size
-    q_bytes = part["batch"] * part["heads"] * part["queries"] * part["d"] * size
+    # results too: all but a program's last are written while other sequences are read
+    outer = part["batch"] * part["heads"] * part["queries"] * (part["d"] + part["dv"]) * size
     return (
         Work(
             programs=tiles * part["heads"] * parts, warps=warps, steps=steps, loaded=loaded,
-            fresh=q_bytes + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * size,
+            fresh=outer + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * size,
             depth=_work.depth(stages, wide, arch), shared=_work.kept(loaded, stages, wide, arch),
             registers=rows * (dv + 1.5 * n) / lanes + values.registers + _work.staged(loaded, lanes, stages, arch),
-            # of every step
-            stored=steps * rows * part["dv"] * size,
+            stored=rows * part["dv"] * size,
             matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0], rate=scores.rate,
             vector=_vector(shape, part, rows, n, d, dv, arch),
             lds=scores.lds + values.lds + loaded * _work.COPIED_TWICE,
-            chain=scores.chain + values.chain + 2 * _work.REDUCED_CYCLES,
+            chain=scores.chain + values.chain + _work.REDUCED_CYCLES,
         ),
     )  # fmt: skip
