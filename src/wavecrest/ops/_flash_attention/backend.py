@@ -103,6 +103,10 @@ def _bind_cdna(
     return _cdna.bind(call, config, _portable(call))
 
 
+def _bind_short(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCall], Tensor]:
+    return _short.bind(call, config, _portable(call))
+
+
 def _portable(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
     return _launch.bind(call, _config.default(shape_of(key_of(call)), _target.arch()))
 
@@ -134,7 +138,7 @@ op.attach_kernel(
 )
 op.attach_kernel(
     "triton_short",
-    _short.bind,
+    _bind_short,
     refuse=_refuse_short,
     opt_in=_opt_in,
     priority=PRIORITY,

@@ -11,10 +11,10 @@ from wavecrest.ops.common.device import LOG2_E, remap_xcd
 from wavecrest.ops.common.triton import tl, triton
 from wavecrest.ops.common.widen import rounded
 
-# elements of 16 bytes, the unit of strides
+# elements in 16 bytes, the unit of strides
 CHUNK = tl.constexpr(8)
-# whether there is a bias: none, one of a head for all sequences, one of each
-NO_BIAS, SHARED, OF_EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# values of BIAS, which is 0 without one: all sequences share a head's, or each has its own
+SHARED, OF_EACH = tl.constexpr(1), tl.constexpr(2)
 
 # values that do not make the kernel anew when they change
 SIZES = [
@@ -46,7 +46,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     head = (place % heads).to(tl.int64)
     part = place // heads
     kv_head = head // group
-    scale = tl.cast(scale, tl.float32) * LOG2_E
+    scale = tl.cast(scale, tl.float32)
 
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -77,7 +77,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
     # −inf for copies of the last key
     added = tl.where(offs_n < seqlen_k, 0.0, float("-inf"))[None, :]
     if BIAS == SHARED:
-        added += tl.load(bias_rows + bias_keys).to(tl.float32) * LOG2_E
+        added += tl.load(bias_rows + bias_keys).to(tl.float32)
     diagonal = seqlen_k - seqlen_q + right
     upper = tl.minimum(offs_m + diagonal, seqlen_k - 1)
     if RIGHT:
@@ -97,9 +97,10 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         else:
             q = tl.load(q_at + q_tile, mask=mask_d[None, :], other=0.0)
             k = tl.load(k_at + k_tile, mask=mask_d[:, None], other=0.0)
+        # log2 e comes behind the bias, which is then added as it is: a sequence has the same bits with either kind
         s = tl.dot(q, k, out_dtype=tl.float32) * scale
         if BIAS == OF_EACH:
-            s += tl.load(bias_rows + at * stride_bb + bias_keys).to(tl.float32) * LOG2_E
+            s += tl.load(bias_rows + at * stride_bb + bias_keys).to(tl.float32)
         if BIAS == SHARED or not EVEN_N:
             s += added
         if RIGHT:
@@ -108,7 +109,7 @@ def _short_attention_kernel(  # type: ignore[no-untyped-def]
         m = tl.max(s, 1)
         # a row that sees nothing: −inf − −inf would be NaN
         m = tl.where(m == float("-inf"), 0.0, m)
-        p = tl.exp2(s - m[:, None])
+        p = tl.exp2(s * LOG2_E - (m * LOG2_E)[:, None])
         weight = tl.sum(p, 1)
         if EVEN_DV:
             v = tl.load(v_at + v_tile)
