@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from tests.ops.attention_harness import (
     HEADS,
@@ -23,14 +24,15 @@ from tests.ops.attention_harness import (
 )
 from tests.ops.op_harness import name
 from wavecrest import ops
+from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned.cost_model import rank
-from wavecrest.errors import Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import launch_short
 from wavecrest.ops._flash_attention.backend import op
-from wavecrest.ops._flash_attention.call import KEY_FIELDS, FlashAttentionCall, access
-from wavecrest.ops._flash_attention.config import Shape, shape_of
+from wavecrest.ops._flash_attention.call import FlashAttentionCall, access
+from wavecrest.ops._flash_attention.config import Shape
 from wavecrest.ops._flash_attention.study.space import space_short_of
 from wavecrest.ops.common import target
 
@@ -106,6 +108,10 @@ def test_sequences_are_shared_out(batch: int, stages: int, device: str) -> None:
             assert torch.equal(op.run(SHORT, call, config=config), want)
             parts = launch_short.parts_of(batch, 3, config, None)
             assert 1 <= parts <= batch
+        for at in range(batch):
+            one = [None if each is None else each[at : at + 1] if len(each) == batch else each]
+            alone = call._replace(q=q[at : at + 1], k=k[at : at + 1], v=v[at : at + 1], bias=one[0])
+            assert torch.equal(op.run(SHORT, alone)[0], want[at])
 
 
 @pytest.mark.parametrize("key", ["plain", "causal", "bias", "bias a key"])
@@ -220,13 +226,46 @@ def test_offsets_beyond_32_bits_are_refused() -> None:
     assert "32 bits" in str(launch_short.refusal(call, access(call)))
 
 
-def test_it_runs_where_a_row_names_it(device: str) -> None:
+def test_strides_that_no_key_has_are_looked_at() -> None:
+    """A call whose tokens are far apart runs in the portable kernel, and says so."""
+    call = _ready(batch=1, queries=3, keys=40, heads=1, d=16)
+    far = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16)
+    k = far.as_strided((1, 40, 1, 16), (0, 1 << 25, 16, 1)).copy_(call.k)
+    away = call._replace(k=k)
+    assert op.key(call) == op.key(away) and "32 bits" in str(launch_short.fault(away))
+    op.pin(op.key(call), SHORT, config_of(), "user", "a test")
+    try:
+        want = op(call)
+        with pytest.warns(PortableKernel, match="triton_short, which counts the elements"):
+            got = op(away)
+    finally:
+        op.unpin()
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_the_results_stride_counts_too() -> None:
+    q = torch.empty(1, 64, (1 << 19) + 64, 64, dtype=torch.float16, device="meta").transpose(1, 2)
+    k = torch.empty(1, 30, 8, 64, dtype=torch.float16, device="meta")
+    assert "32 bits" in str(launch_short.fault(FlashAttentionCall(q, k, k)))
+    # a stride says nothing where there is one token
+    one = torch.empty(1 << 27, dtype=torch.float16, device="meta").as_strided((1, 1, 1, 16), (0, 1 << 26, 16, 1))
+    few = torch.empty(1, 20, 1, 16, dtype=torch.float16, device="meta")
+    assert launch_short.fault(FlashAttentionCall(few, one, one)) is None
+
+
+@pytest.mark.parametrize("part", [{"PER_UNIT": 0}, {"BLOCK_M": 256}, {"BLOCK_M": 24}], ids=str)
+def test_a_configuration_that_it_has_not_is_refused(part: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match="triton_short has a BLOCK_M of 16, 32, 64, 128"):
+        op.run(SHORT, _ready(), config=Config(**(config_of().kwargs | part)))
+
+
+def test_it_runs_where_it_is_named(device: str) -> None:
     call = _ready(d=32)
+    meta = call._replace(**{one: getattr(call, one).to("meta") for one in ("q", "k", "v")})
+    assert op.backends["triton"].opt_in(meta) is None
+    assert op.backends[SHORT].opt_in(meta) == "runs where a measured row names it"
     call = call._replace(**{one: getattr(call, one).to(device) for one in ("q", "k", "v")})
-    op.force(None)
-    assert op.decide(call).backend != SHORT
-    config = config_of(32)
-    key = op.key(call)
+    key, config = op.key(call), config_of(32)
     op.pin(key, SHORT, config, "user", "a test")
     try:
         decision = op.decide(call)
@@ -234,6 +273,25 @@ def test_it_runs_where_a_row_names_it(device: str) -> None:
         assert torch.equal(op(call), op.run(SHORT, call, config=config))
     finally:
         op.unpin()
+
+
+def test_one_graph_serves_the_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend is asked whether it takes a call while it is traced: none may make a length a constant."""
+    # Dynamo does not trace Triton's interpreter
+    monkeypatch.setattr(launch_short._launcher, "starter", lambda *_args: lambda *tensors: tensors[-1].zero_())
+    for forced in (None, SHORT):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        op.force(forced)
+        try:
+            compiled = torch.compile(ops.flash_attention, dynamic=True, fullgraph=True, backend=counter)
+            with torch.no_grad():
+                for length in (34, 40, 50, 60, 63):
+                    one = torch.randn(9, length, 2, 32).half()
+                    compiled(one, one, one)
+        finally:
+            op.force(None)
+        assert counter.frame_count == 1, forced
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -246,7 +304,6 @@ def test_configurations(queries: int, keys: int, d: int, arch: str) -> None:
         assert made[0] == launch_short.default(shape, keys, chip) and len(set(made)) == len(made) > 3
         for one in made:
             assert one["BLOCK_M"] <= max(16, 1 << (queries - 1).bit_length()), "more rows than queries"
-            assert one["BLOCK_M"] // 16 >= 1 and one["PER_UNIT"] >= 1
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
@@ -254,7 +311,6 @@ def test_the_cost_model_ranks_it(arch: str) -> None:
     """Windows of an image are memory's work: not less time than their bytes take, and not ten times as much."""
     call = _ready(batch=4096, queries=49, keys=49, heads=3, d=32)
     key = op.key(call)
-    assert dict(zip(KEY_FIELDS, key, strict=True))["keys"] and shape_of(key).bits == 16
     choices = {one.backend: one for one in rank(op.study.kernels, key, ARCHS[arch])}
     chip = ARCHS[arch]
     floor = 4 * call.q.nbytes / (chip.bandwidth * 1e3)

@@ -646,7 +646,7 @@ def test_what_gains_much_is_tried_without_time_for_fresh_processes(
 ) -> None:
     """A Swin-T ended as an eager graph with 90 s, and a UNet with 110: 0.74 and 0.65 of the best peer (H200).
 
-    With 90 s there was no time to look for attention that is written out either: 5.6 ms where 130 s reached 4.0.
+    With 90 s there was no time to look for attention that is written out either.
     """
     costs = Costs(sampling=4.0, ops=1400, least_final=14.0, loads=2, phases=9.0)
     assert costs.expect("first") == 28.0
@@ -662,6 +662,40 @@ def test_what_gains_much_is_tried_without_time_for_fresh_processes(
     chooser = planner.Planner(run, [])
     step = step_by_id("capture" if applied == "capture" else "compile:default")
     assert chooser._reserve(step, Prediction(promised, "planted"), look) == reserve
+
+
+@pytest.mark.parametrize(
+    ("left", "promised", "holds"),
+    [
+        # the look takes 10 s, the trial 28, its proof in fresh processes 36 and in this process 9; all of them fit
+        (75.0, 1.05, True),
+        # only with the proof in this process: a compilation that gains much fits behind the look in the same way
+        (66.0, 1.3, True),
+        # one that gains little would be lost, as its proof needs fresh processes
+        (66.0, 1.05, False), (66.0, None, False),
+        # nothing fits
+        (46.0, 1.3, False),
+    ],
+)  # fmt: skip
+def test_a_look_takes_no_time_from_a_compilation_that_fits(
+    left: float, promised: float | None, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(sampling=4.0, ops=1400, least_final=14.0, loads=2, phases=9.0)
+    fused, plain = step_by_id("compile:fusions"), step_by_id("compile:default")
+    run: Any = SimpleNamespace(
+        ledger=SimpleNamespace(applied=AppliedSteps(), record=SimpleNamespace(steps=[])),
+        options=SimpleNamespace(budget=90.0),
+        costs=costs,
+        seconds_left=left,
+        context=SimpleNamespace(device=SimpleNamespace(kind="cuda", vendor="nvidia")),
+    )
+    monkeypatch.setattr(planner.Planner, "_looks_to_take", lambda self: 1)
+    monkeypatch.setattr(planner.Planner, "_hope", lambda self, step: Prediction(1.5, "planted"))
+    monkeypatch.setattr(planner, "may_recompile", lambda run: False)
+    chooser = planner.Planner(run, [fused, plain])
+    chooser._longest_look = 10.0
+    chooser._looks[plain.id] = planner._Look(Found(("",)), None, Prediction(promised, "planted"), None, None)
+    assert chooser._holds_look(fused) == holds
 
 
 @pytest.mark.parametrize(

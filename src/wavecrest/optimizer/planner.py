@@ -219,9 +219,26 @@ class Planner:
         return self._has_looked(step) or self._holds_look(step)
 
     def _holds_look(self, step: Step) -> bool:
-        """Whether the budget holds a long look, the trial and its proof."""
+        """Whether the budget holds a long look, the trial and its proof; the proof that it would have without the look,
+        or one in this process where no compilation that fits now would be lost by the look.
+        """
+        hope, left = self._hope(step), self.run.seconds_left
         trial = self._long_look + self.run.costs.expect(self._kind(step))
-        return trial + self._reserve(step, self._hope(step), self._long_look) <= self.run.seconds_left
+        if trial + self._reserve(step, hope) <= left:
+            return True
+        return trial + self._reserve(step, hope, self._long_look) <= left and not self._displaces(self._long_look)
+
+    def _displaces(self, look: float) -> bool:
+        """Whether a compilation whose sites are known fits into the budget now, and not behind a look that long."""
+        left = self.run.seconds_left
+        for step, attempt in self._open():
+            if step.id not in self._looks or not self._compiles(step):
+                continue
+            one = self._candidate(step, attempt)
+            behind = look + one.trial_seconds + self._reserve(step, one.prediction, look)
+            if one.is_able and one.trial_seconds + one.reserve <= left < behind:
+                return True
+        return False
 
     @property
     def _long_look(self) -> float:
