@@ -219,8 +219,10 @@ class Planner:
         return self._has_looked(step) or self._holds_look(step)
 
     def _holds_look(self, step: Step) -> bool:
-        """Whether the budget holds a long look, the trial and its proof; the proof that it would have without the look,
-        or one in this process where no compilation that fits now would be lost by the look.
+        """Whether the budget holds a long look, the trial and its proof.
+
+        Where fresh processes for the proof do not fit behind the look, one in this process will do, if the look
+        displaces no compilation that fits now.
         """
         hope, left = self._hope(step), self.run.seconds_left
         trial = self._long_look + self.run.costs.expect(self._kind(step))
