@@ -173,7 +173,9 @@ def use(model: nn.Module, paths: Sequence[str]) -> None:
     Raises:
         StepRefused: the implementation of one of them cannot be set.
     """
-    register()
+    if paths:
+        # not for other models: it imports transformers, in each process of a proof
+        register()
     for path in paths:
         module: Any = model.get_submodule(path)
         for part in module.modules():
