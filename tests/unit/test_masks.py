@@ -247,3 +247,9 @@ def test_a_prompt_without_a_cache_needs_no_mask(kind: str) -> None:
         for given in ({}, {"position_ids": packed}, {}, {"attention_mask": padding(3)}):
             want = own(input_ids=tokens(), use_cache=False, **given).logits
             torch.testing.assert_close(compiled(input_ids=tokens(), use_cache=False, **given).logits, want)
+
+
+def test_a_model_without_masks_imports_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fresh process of a proof compiles the model, and the import takes seconds."""
+    monkeypatch.setattr(masks, "register", lambda: pytest.fail("imports transformers"))
+    masks.use(torch.nn.Linear(4, 4), [])
