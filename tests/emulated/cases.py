@@ -407,6 +407,29 @@ def _own_attention(arch: str) -> tuple[float, float]:
     return worst, 8e-3
 
 
+@case("attention of one sequence and of many")
+def _short_attention(_arch: str) -> tuple[float, float]:
+    """Short sequences of flash_attention have the same bits alone, in a batch, and with a bias that all share.
+
+    Triton's interpreter cannot tell: it fuses no multiplication with an addition.
+    """
+    from wavecrest.ops._flash_attention.backend import op
+    from wavecrest.ops._flash_attention.call import FlashAttentionCall
+
+    worst, runs = 0.0, driver.active.runs
+    for dtype, tokens in ((torch.float16, 128), (torch.bfloat16, 70)):
+        q, k, v = (torch.randn(2, tokens, 4, 64).to(dtype) for _ in range(3))
+        call = FlashAttentionCall(q, k, v, bias=torch.randn(2, 4, tokens, tokens).to(dtype))
+        whole = op.call_on("triton_short", call)
+        assert runs[-1].kernel == "_short_attention_kernel"
+        alone = call._replace(q=q[:1], k=k[:1], v=v[:1], bias=call.bias[:1])
+        for other in (alone, call._replace(bias=call.bias[:1])):
+            assert torch.equal(op.call_on("triton_short", other)[:1], whole[:1])
+        wide = call._replace(q=q.double(), k=k.double(), v=v.double(), bias=call.bias.double())
+        worst = max(worst, relative(whole, op.reference(wide)))
+    return worst, 8e-3
+
+
 @case("attention tile after tile")
 def _persistent_attention(arch: str) -> tuple[float, float]:
     """Programs of flash_attention that take several tiles, on as many XCDs as there are: all tiles, the same bits."""
