@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# what a process imports before it compiles anything: 4 to 8 s (two cores, and 16 beside an H200, 2026-11-28)
+COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx")
 # where Dynamo logs that it gives up on a function, and the file of the function that calls a compiled root
 LIMIT_LOGGER, ROOT_FILE = "torch._dynamo.convert_frame", "wavecrest/graphs/root.py"
 # variants of one graph for all sizes that are compiled

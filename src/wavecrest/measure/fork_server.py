@@ -42,6 +42,8 @@ from wavecrest.measure.child import die_with
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 # CUDA's driver, and its answer before it is initialised (cuDeviceGetCount, CUDA_ERROR_NOT_INITIALIZED)
 _DRIVER, _NOT_INITIALISED = "libcuda.so.1", 3
+# stands before the names of `more` on the server's command line
+_MORE = "--more"
 # makes torch.cuda.is_available ask NVML, so that a library which asks it at import opens no GPU
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # libraries, and wavecrest's profiler, set these for themselves as they work, and read them at each use
@@ -91,14 +93,19 @@ class ForkServer:
         module: children run its `main` with their arguments.
         imports: modules to import beside it; one that cannot be imported is left to the children.
         changes: variables to set, or to unset where None, beside those of this process.
+        more: modules to import behind those, which not every child needs.
 
     Attributes:
         environment: the variables of the server, and so of its children but for `AT_USE`.
-        import_seconds: how long its imports took; 0 until `problem` was asked for.
+        import_seconds: how long its imports took, without those of `more`; 0 until `problem` was asked for.
     """
 
     def __init__(
-        self, module: str, imports: Sequence[str] = (), changes: Mapping[str, str | None] = MappingProxyType({})
+        self,
+        module: str,
+        imports: Sequence[str] = (),
+        changes: Mapping[str, str | None] = MappingProxyType({}),
+        more: Sequence[str] = (),
     ) -> None:
         self.environment = env.python_child(changes)
         self.import_seconds = 0.0
@@ -107,7 +114,7 @@ class ForkServer:
             return
         self._connection, other = socket.socketpair()
         with other:
-            command = [*env.python_command(__name__), module, str(other.fileno()), *imports]
+            command = [*env.python_command(__name__), module, str(other.fileno()), *imports, _MORE, *more]
             self._process = subprocess.Popen(
                 command,
                 env=self.environment,
@@ -183,23 +190,30 @@ class ForkServer:
 def main() -> int:
     """Import, say whether children can be forked, and fork them until the starter closes the connection."""
     begin = time.perf_counter()
-    _, module, number, *imports = sys.argv
+    _, module, number, *names = sys.argv
+    imports, more = names[: names.index(_MORE)], names[names.index(_MORE) + 1 :]
     connection = socket.socket(fileno=int(number))
     connection.set_inheritable(False)
     before = env.current().get(_ASKS_NVML)
     env.set_value(_ASKS_NVML, "1")
-    for name in imports:
-        # whatever it raises, a child that needs it raises too, and says so
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    _import(imports)
     runner = importlib.import_module(module)
+    seconds = time.perf_counter() - begin
+    _import(more)
     _set({_ASKS_NVML: before})
     # what is there now is no garbage of a child: its collector leaves these pages shared (8 children on two cores: 2 s)
     gc.collect()
     gc.freeze()
-    connection.sendall(f"{time.perf_counter() - begin:.3f} {_why_not()}\n".encode())
+    connection.sendall(f"{seconds:.3f} {_why_not()}\n".encode())
     _serve(connection, runner)
     return 0
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        # whatever it raises, a child that needs it raises too, and says so
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _why_not() -> str:

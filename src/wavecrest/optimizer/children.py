@@ -35,6 +35,7 @@ from pydantic import Field
 
 from wavecrest import env, errors, hardware
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
+from wavecrest.graphs.inductor import COMPILERS
 from wavecrest.measure import timing
 from wavecrest.measure.fork_server import AT_USE, Forked, ForkServer
 from wavecrest.records import BucketError, QualityResult, decode, files
@@ -155,10 +156,12 @@ class Starter:
     Args:
         model: of the workload: the installed modules that its classes come from are imported once for all children.
         device: torch device name of the workload.
+        compiles: children may compile the model: the compilers are imported once for all, too.
     """
 
-    def __init__(self, model: nn.Module, device: str) -> None:
+    def __init__(self, model: nn.Module, device: str, *, compiles: bool = False) -> None:
         self._forks = device != "cpu"
+        self._compilers = COMPILERS if compiles else ()
         names = {type(module).__module__ for module in model.modules()}
         self._imports = sorted(name for name in names if _is_installed(name))
         self._server: ForkServer | None = None
@@ -175,7 +178,7 @@ class Starter:
     def begin(self) -> None:
         """Start the imports now, to have them when the first pair starts; without this they start then."""
         if self._forks and self._server is None:
-            self._server = ForkServer(_SIDE, self._imports, self._undone)
+            self._server = ForkServer(_SIDE, self._imports, self._undone, self._compilers)
 
     @property
     def problem(self) -> str:
@@ -183,8 +186,15 @@ class Starter:
         return self._server.problem if self._server is not None else ""
 
     @property
+    def forks(self) -> bool:
+        """Whether children are forked, unless `problem` says why not."""
+        return self._forks
+
+    @property
     def saved_seconds(self) -> float:
-        """Seconds that a forked child takes less than a new interpreter; 0 where no imports have begun."""
+        """Seconds that a forked child takes less than a new interpreter, before it compiles; 0 where no imports have
+        begun.
+        """
         return 0.0 if self._server is None or self._server.problem else self._server.import_seconds
 
     def server_for(self, pairs: Sequence[Jobs]) -> ForkServer | None:

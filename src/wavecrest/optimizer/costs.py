@@ -80,6 +80,7 @@ class Costs:
         phases: seconds of the end where it is measured in this process, which compiles nothing anew.
         loads: times that the final measurement waits for processes to load with fewest pairs: each compiles code that
             caches on disk have.
+        imports: seconds in which each of these imports the compilers; 0 where it is forked from one that has them.
         sizes: later compilations that declared ranges of shapes take at the end.
         short: the budget does not hold a compilation and its proof.
         own_norms: norms are kernels of wavecrest.
@@ -92,6 +93,7 @@ class Costs:
     later_looks: tuple[float, ...] = ()
     phases: float = 0.0
     loads: int = 0
+    imports: float = 0.0
     sizes: int = 0
     short: bool = False
     own_norms: bool = False
@@ -152,7 +154,7 @@ class Costs:
     @property
     def cached(self) -> float:
         """Seconds of a compilation in a fresh process whose code the caches on disk have."""
-        return self._tracing or PROCESS_SHARE * self.compilation
+        return self.imports + (self._tracing or PROCESS_SHARE * self.compilation)
 
     @property
     def serving(self) -> float:

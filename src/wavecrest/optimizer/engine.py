@@ -6,20 +6,23 @@ user's model is never changed.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from wavecrest.errors import DeviceFailed, InvalidArgument
-from wavecrest.graphs.inductor import strict_compilation
+from wavecrest.graphs.inductor import COMPILERS, strict_compilation
 from wavecrest.optimizer import compile_pace
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.costs import Costs, Kind, op_calls
 from wavecrest.optimizer.finish import final_seconds, finish, withdraw
 from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.options import COMPILE_LEVEL
 from wavecrest.optimizer.planner import LATE_SHARE, MUCH, Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from wavecrest.optimizer.steps.applied import AppliedSteps
     from wavecrest.records import StepOutcome
 
+# seconds in which a process imports the compilers, where this one had them before the run: 3.8 on two cores, with the
+# bytecode there (torch 2.13, 2026-11-28)
+IMPORT_SECONDS = 4.0
 # compiled variants of one function that a run may make for each bucket
 GRAPHS_A_BUCKET = 128
 # seconds of the final check of answers, as a part of those of the reference outputs, which a GPU makes in higher
@@ -51,6 +57,7 @@ def run_ladder(run: RunState) -> None:
     """
     try:
         try:
+            run.import_seconds = _import_compilers(run)
             with strict_compilation(graphs=GRAPHS_A_BUCKET * len(run.workload.buckets)):
                 _prepare(run)
                 _climb(run)
@@ -68,6 +75,19 @@ def run_ladder(run: RunState) -> None:
         run.ledger.save()
         run.ledger.save_report()
         raise
+
+
+def _import_compilers(run: RunState) -> float:
+    """Import the compilers if steps may compile; the seconds that a process takes for that which imports them anew."""
+    if run.options.level < COMPILE_LEVEL:
+        return 0.0
+    if all(name in sys.modules for name in COMPILERS):
+        return IMPORT_SECONDS
+    run.progress.phase("importing torch.compile")
+    begin = run.now()
+    for name in COMPILERS:
+        importlib.import_module(name)
+    return run.now() - begin
 
 
 def has_failed(device: str) -> bool:
@@ -160,10 +180,11 @@ def _know_costs(run: RunState) -> None:
         later_looks=tuple(times[1:]),
         phases=phases[0] + share * run.gate.summary.seconds,
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
+        imports=0.0 if run.children.forks else run.import_seconds,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
         pace=pace,
     )
-    kind: Kind = "first" if run.options.level >= 2 else "plain"
+    kind: Kind = "first" if run.options.level >= COMPILE_LEVEL else "plain"
     proof = run.costs.final(run.options.budget, compiled=kind == "first", looks=1, recompiled=False)
     needed = run.seconds_spent + run.costs.expect(kind) + proof
     run.costs.short = needed > run.options.budget
@@ -179,7 +200,7 @@ def _know_costs(run: RunState) -> None:
 def _look_for_breaks(run: RunState) -> None:
     """Where Dynamo splits the original, for the report: after the steps, if the time of a compilation is left."""
     reserve = run.costs.final(run.options.budget, compiled=True) if run.ledger.applied.steps else 0.0
-    if run.options.level < 2:
+    if run.options.level < COMPILE_LEVEL:
         return
     if run.costs.compilation > run.seconds_left - reserve:
         run.ledger.note("graph breaks of the original are not looked for: no time is left (wavecrest profile does)")

@@ -15,6 +15,8 @@ MAX_LEVEL = 5
 PRECISIONS = ("tf32", "bf16", "fp16")
 # of the step that quantizes
 QUANTIZE_LEVEL = 3
+# of the first steps that compile the model
+COMPILE_LEVEL = 2
 
 
 @dataclass(frozen=True, slots=True)

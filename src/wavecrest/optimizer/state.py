@@ -11,6 +11,7 @@ from wavecrest.optimizer.children import Starter
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.gate.untouched import Untouched
+from wavecrest.optimizer.options import COMPILE_LEVEL
 from wavecrest.optimizer.steps import StepContext
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class RunState:
     began: float = field(init=False)
     costs: Costs = field(default_factory=Costs)
     children: Starter = field(init=False)
+    # see `Costs.imports`
+    import_seconds: float = 0.0
     longest_profile: float = 0.0
     _profiled: tuple[nn.Module, list[BucketProfile]] | None = None
 
@@ -65,7 +68,8 @@ class RunState:
         self.began = self.now()
         self.current = self.workload.model
         self.untouched = Untouched(self.workload)
-        self.children = Starter(self.workload.model, self.workload.device)
+        compiles = self.options.level >= COMPILE_LEVEL
+        self.children = Starter(self.workload.model, self.workload.device, compiles=compiles)
         self.context = StepContext(
             self.workload,
             self.device,

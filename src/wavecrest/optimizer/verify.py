@@ -78,7 +78,8 @@ def run(
         reports.extend(pair["new"] for pair in found)
         return found
 
-    with tempfile.TemporaryDirectory() as folder, Starter(loaded.model, loaded.device) as starter:
+    compiles = any(step_id.startswith("compile") for step_id in plan.stack)
+    with tempfile.TemporaryDirectory() as folder, Starter(loaded.model, loaded.device, compiles=compiles) as starter:
         # what is at the path may be written anew meanwhile
         copy = Path(folder) / "plan.json"
         plan.save(copy)

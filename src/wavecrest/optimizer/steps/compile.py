@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.errors import PlanError
 from wavecrest.graphs import masks
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module
+from wavecrest.optimizer.options import COMPILE_LEVEL
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import CompilePreset
 
@@ -43,7 +44,7 @@ MATH_GAIN = 0.5
 class Compile(Step):
     """Compile the whole model with one preset."""
 
-    level = 2
+    level = COMPILE_LEVEL
     phase = "compile"
     group = "compile"
     params_type = CompilePreset
