@@ -17,6 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from wavecrest.bench.baseline import peak_memory
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, StepRefused, WorkloadError
+from wavecrest.graphs.inductor import COMPILERS
 from wavecrest.measure import fork_server
 from wavecrest.measure.fork_server import ForkServer
 from wavecrest.measure.timing import Side
@@ -247,6 +248,7 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
         (command,) = interpreters
         assert command[2:4] == ["wavecrest.measure.child", str(os.getpid())]
         assert "torch.nn.modules.linear" in command and not any("tests" in part for part in command[5:])
+        assert not set(COMPILERS) & set(command)
         assert starter.problem == "" and starter.saved_seconds > 0.5
         assert not _rows(tmp_path / "log", "exit")
         assert len(_rows(tmp_path / "log", "call")) >= sum(len(row.times["default"]) for row in forked.values()) > 0
@@ -261,6 +263,23 @@ def test_pairs_are_forked_where_both_sides_have_this_environment(
         with pytest.raises(EnvironmentProblem, match="dies failed: exit code 7"):
             run_pairs([{"base": same, "new": dies}], 3, starter=starter)
         assert len(interpreters) == 3
+
+
+def test_the_compilers_are_imported_once_for_all_children(tmp_path: Path) -> None:
+    """And PyTorch's do nothing at import that keeps a process from being forked."""
+    (tmp_path / "compiled.py").write_text(
+        "import sys, torch\n"
+        f"assert all(name in sys.modules for name in {COMPILERS!r})\n"
+        "def make(device):\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    model.compile(backend='aot_eager')\n"
+        "    return model, torch.ones(1, 2)\n"
+    )
+    job = Job(Task(f"{tmp_path / 'compiled.py'}:make", "cpu", 0.05), {}, "it")
+    with Starter(nn.Linear(2, 2), "cuda:0", compiles=True) as starter:
+        (pair,) = run_pairs([{"base": job, "new": job}], 0, starter=starter)
+        assert starter.problem == ""
+    assert all(row.times["default"] for row in pair.values())
 
 
 def test_variables_that_are_set_as_a_run_works_stop_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:

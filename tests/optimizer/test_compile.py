@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from wavecrest import hardware
 from wavecrest.errors import CompileWarning, StepRefused
@@ -129,6 +132,21 @@ def test_hooks_of_a_compiled_root_run() -> None:
     expected = module(example)
     compile_module(module, TRACED)
     torch.testing.assert_close(module(example), expected)
+
+
+def test_a_fresh_process_finds_the_code_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of what holds a run to its compilations, as in the processes of its final measurement."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for holds in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        made = model()
+        compile_module(made, PRESETS["default"])
+        with torch.no_grad(), strict_compilation(graphs=8) if holds else contextlib.nullcontext():
+            made(torch.ones(1, 16))
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert hits == [0, 1]
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -105,6 +105,10 @@ def test_what_compilers_say_they_take_is_taken_at_their_word() -> None:
     assert costs.final(900.0, looks=1, compiled=True) == 20.0 + 12.0 + 2 * 23.0 + 4 * 9.0
     costs.add("later", 50.0, compiling=25.0, tracing=8.0)
     assert costs.final(900.0, looks=1, compiled=True) == 20.0 + 3 * 25.0 + 4 * 9.0
+    # where processes are not forked from one that has the compilers
+    costs.imports = 3.0
+    assert costs.final(900.0, looks=1, compiled=True) == 20.0 + 3 * 25.0 + 4 * (9.0 + 3.0)
+    assert costs.final(900.0, looks=1, compiled=False) == 20.0
 
 
 def test_time_is_left_for_the_end() -> None:

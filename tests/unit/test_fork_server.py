@@ -33,7 +33,7 @@ def main():
     seen = {
         "argv": sys.argv, "folder": os.getcwd(), "first": sys.path[0], "calls": calls, "group": os.getpgid(0),
         "pid": os.getpid(), "random": [random.random(), float(numpy.random.rand())],
-        "environment": dict(os.environ), "open": os.listdir("/proc/self/fd"),
+        "environment": dict(os.environ), "open": os.listdir("/proc/self/fd"), "modules": sorted(sys.modules),
     }
     with open(target + ".part", "w") as file:
         json.dump(seen, file)
@@ -52,6 +52,7 @@ def main():
         time.sleep(600)
     return 0
 """
+SLOW = "import time\ntime.sleep(1.0)\n"
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), name='busy', daemon=True).start()\n"
 
 
@@ -59,6 +60,7 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "forked_program.py").write_text(PROGRAM)
     (tmp_path / "starts_a_thread.py").write_text(THREAD)
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [env.get("PYTHONPATH")])]))
     return tmp_path
 
@@ -104,6 +106,16 @@ def test_children_are_as_new_as_interpreters(
     assert len(one["open"]) == 5 and len(two["open"]) == 4
     assert one["environment"] == server.environment
     assert server.import_seconds > 0
+
+
+def test_what_only_some_children_need_is_imported_and_not_counted(folder: Path, tmp_path: Path) -> None:
+    """A new interpreter that does without it would not wait for it either."""
+    begin = time.perf_counter()
+    with ForkServer("forked_program", more=["slow_to_import", "not_there"]) as server:
+        assert server.problem == ""
+        assert 0 < server.import_seconds < time.perf_counter() - begin - 1.0
+        assert _start(server, "go", tmp_path / "first").wait(60) == 0
+    assert "slow_to_import" in _seen(tmp_path / "first")["modules"]
 
 
 def test_a_child_has_the_users_variables_and_those_that_are_read_at_each_use(
