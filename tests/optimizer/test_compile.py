@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from wavecrest import hardware
+from wavecrest import nn as wnn
 from wavecrest.errors import CompileWarning, StepRefused
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module, strict_compilation
 from wavecrest.measure.workload import Buckets, from_example
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, step_by_id
+from wavecrest.optimizer.steps.applied import without_norms
 from wavecrest.records import BucketProfile, CategoryTime, OpTime
 
 TRACED = Preset("traced", "traced only", "")
@@ -282,3 +284,49 @@ def test_own_layer_norms_take_from_what_compilation_promises(preset: str) -> Non
     few = shared(0.0, elementwise=0.1, normalisation=0.05)
     assert expected("default", few, own_layer_norms=True) == expected("fusions", few, own_layer_norms=True) == 1.0
     assert expected("fusions", few) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "compiled", "goes"),
+    [("default", False, True), ("fusions", False, True), ("default", True, False), ("graph", False, False)],
+    ids=["default", "fusions", "of-compiled-code", "without-inductor"],
+)
+def test_inductor_compiles_pytorchs_layer_norms(preset: str, compiled: bool, goes: bool) -> None:
+    """It joins them to what is beside them: a Swin-T took 8 % less than with wavecrest's, and 7 s less to compile."""
+    context = StepContext(from_example(model(), torch.randn(1, 16)), GPU, compiled=compiled)
+    context.own_layer_norms = context.norms_can_go = True
+    step = step_by_id(f"compile:{preset}")
+    assert step.instead_of(context) == (("replace_norm",) if goes else ())
+    if preset == "default":
+        found = step.find(context)
+        step.check_params(found.params)
+        assert found.params.get("instead_of") == (["replace_norm"] if goes else None)
+        assert ("in place of norms → wavecrest" in found.note) == goes
+    context.norms_can_go = False
+    assert step.instead_of(context) == ()
+
+
+def test_what_gives_its_norms_up_is_not_charged_for_them() -> None:
+    profile = shared(0.0, elementwise=0.4, normalisation=0.1)
+    given_up = expected("default", profile, own_layer_norms=True, norms_can_go=True)
+    assert given_up == expected("default", profile)
+
+
+def test_a_step_takes_the_place_of_others_by_its_parameters() -> None:
+    norms, capture, compiled = (step_by_id(name) for name in ("replace_norm", "capture", "compile:default"))
+    before = AppliedSteps().plus(norms, {"sites": ["2"]}).plus(capture, {"buckets": ["default"]})
+    after = before.plus(compiled, {"preset": "default", "instead_of": ["replace_norm"]})
+    assert [item.step_id for item in after.steps] == ["capture", "compile:default"]
+    assert next(item.step_id for item in before.plus(compiled, {"preset": "default"}).steps) == "replace_norm"
+
+
+def test_layer_norms_go_where_one_step_made_them_all() -> None:
+    norms = AppliedSteps().plus(step_by_id("replace_norm"), {"sites": ["2"]})
+    found = without_norms(model(), norms)
+    assert found is not None and type(found[2]) is nn.LayerNorm  # type: ignore[index]
+    assert type(build(model(), norms)[2]) is wnn.LayerNorm  # type: ignore[index]
+    # none that a step made, one of the user's own, and one that another step needs
+    assert without_norms(model(), AppliedSteps()) is None
+    assert without_norms(nn.Sequential(*model(), wnn.LayerNorm(8)), norms) is None
+    needed = norms.plus(step_by_id("replace_activation"), {"sites": ["not_there"]})
+    assert without_norms(model(), needed) is None

@@ -543,6 +543,51 @@ def test_predictions_and_costs_know_norms_of_wavecrest(
     assert [costs.own_norms for costs in made] == [own]
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_what_a_compilation_does_without_is_out_of_force(
+    run: Run, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    """A layer norm of PyTorch's is compiled, and the plan says what has taken the other one's place."""
+    compiled = []
+
+    class Norm(TakeHalfOut):
+        id = title = "replace_norm"
+
+        def apply(self, model: Any, params: dict[str, Any]) -> Any:
+            model.norm = wnn.LayerNorm(4)
+            return super().apply(model, params)
+
+    class Compiling(TakePauseOut):
+        id, title, phase = "compile:default", "compile default", "compile"
+        tried_after = ("replace_norm",)
+
+        def instead_of(self, context: StepContext) -> tuple[str, ...]:
+            return ("replace_norm",) if gives_up and context.norms_can_go else ()
+
+        def find(self, context: StepContext) -> Found:
+            assert (context.without_norms is None) != context.norms_can_go
+            gone = {"instead_of": list(self.instead_of(context))} if self.instead_of(context) else {}
+            return Found(("model",), gone)
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(2.0, "planted")
+
+        def apply(self, model: Any, params: dict[str, Any]) -> Any:
+            compiled.append(hasattr(model, "norm"))
+            return super().apply(model, params)
+
+    result = run(Norm(), Compiling(), budget=600.0)
+    rows = {row.id: row for row in result.record.steps}
+    assert {row.verdict for row in rows.values()} == {"kept"}
+    assert compiled[0] != gives_up
+    assert result.plan.stack == (["compile:default"] if gives_up else ["replace_norm", "compile:default"])
+    assert rows["replace_norm"].reason.endswith("; compile default has taken its place") == gives_up
+    # a gain that is given up is none of the compilation's
+    assert rows["compile:default"].predicted == pytest.approx(
+        2.0 / (rows["replace_norm"].ratio or 0) if gives_up else 2.0
+    )
+
+
 def test_a_compilation_is_expected_to_take_what_the_ops_that_are_left_take(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

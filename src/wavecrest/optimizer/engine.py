@@ -303,6 +303,7 @@ def _take(run: RunState, one: Candidate) -> None:
     if late:
         outcome.verdict, outcome.reason = "reverted", late
         run.ledger.applied, run.current, run.context.profile, run.costs.ops = before
+    run.ledger.say_displaced(before[0], outcome)
     # one write for both: a plan names what is in force, and each of these steps has its outcome
     _end(run, outcome, *captured_with(run, one, outcome))
 

@@ -156,6 +156,13 @@ class Ledger:
         for number, (base, new) in enumerate(zip(claim.base, claim.new, strict=True), 1):
             self.add_samples(step, number, {bucket: (base[bucket], new[bucket]) for bucket in base})
 
+    def say_displaced(self, before: AppliedSteps, by: StepOutcome) -> None:
+        """Steps that were in force before a step was kept, and are not any more: their outcomes say why."""
+        gone = {item.step_id for item in before.steps} - {item.step_id for item in self.applied.steps}
+        for outcome in self.record.steps:
+            if outcome.id in gone and outcome.verdict == "kept":
+                outcome.reason = f"{outcome.reason}; {by.title} has taken its place"
+
     def take_back(self, step_ids: Iterable[str], verdict: Verdict, reason: str) -> None:
         """Steps that were kept are out of force after all; their outcomes say why."""
         for step_id in list(step_ids):

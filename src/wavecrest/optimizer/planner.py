@@ -19,6 +19,7 @@ from wavecrest.errors import Refused, StepRefused
 from wavecrest.optimizer.candidate import LEAST_SECONDS, Candidate
 from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
+from wavecrest.optimizer.steps.applied import without_norms
 from wavecrest.optimizer.steps.base import TREE, idle_share
 from wavecrest.optimizer.steps.environment import seconds_of_pairs
 from wavecrest.optimizer.steps.join_ties import can_join
@@ -331,7 +332,11 @@ class Planner:
         context.uncapturable = self._is_uncapturable
         try:
             context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
-            context.own_layer_norms, run.costs.own_norms = own_norms(context.model)
+            context.own_layer_norms, own = own_norms(context.model)
+            own_layers = context.own_layer_norms
+            context.without_norms = without_norms(run.workload.model, run.ledger.applied) if own_layers else None
+            context.norms_can_go = context.without_norms is not None
+            run.costs.own_norms = own and not context.norms_can_go
             for step in changed:
                 look = known[step.id]
                 if look is None or step.id in moved:
@@ -347,7 +352,7 @@ class Planner:
                 self._looks[step.id] = _Look(None, error, Prediction(None, ""), self._ground(step), context.profile)
         finally:
             # the tensors that surgery made are not held while candidates are timed
-            context.model = None
+            context.model = context.without_norms = None
             context.shared.clear()
         if any(self._looks_long(step) for step in steps if step.id in moved):
             self._longest_look = max(self._longest_look, run.now() - begin)
@@ -373,8 +378,9 @@ class Planner:
             return Prediction(None, f"not predicted ({type(error).__name__}: {error})")
 
     def _less_what_goes(self, step: Step, predicted: Prediction) -> Prediction:
-        """The prediction less the gain of steps in force that clash with this one; a group's rivals predict without."""
+        """The prediction less the gain of steps in force that go with this one; a group's rivals predict without."""
         gone = {item.step_id for item in self.run.ledger.applied.steps if step.clashes(item.step)}
+        gone.update(step.instead_of(self.run.context))
         rows = [row for row in self.run.ledger.record.steps if row.verdict == "kept" and row.id in gone and row.ratio]
         if not rows or predicted.ratio is None:
             return predicted

@@ -376,11 +376,12 @@ def _check_plan(run: _Run, found: Findings) -> None:
     phases = [PHASES.index(step_by_id(row.id).phase) for row in kept]
     found.holds(phases == sorted(phases), "the steps in force are not in the order of assembly")
     tried = [step_by_id(step_id) for step_id in {row.id for row in record.steps if row.ratio is not None}]
+    displaced = {name for row in record.steps if row.verdict == "kept" for name in row.params.get("instead_of", ())}
     for row in record.steps:
         if row.verdict == "kept" and row.id not in (*plan.stack, ENVIRONMENT):
             # out of force only by a step that took its place
             step = step_by_id(row.id)
-            replaced = any(other.excludes(step) for other in tried if other.id != row.id)
+            replaced = any(other.excludes(step) for other in tried if other.id != row.id) or row.id in displaced
             found.holds(replaced, f"{row.id} is kept, and not in force")
     verdicts = {row.id: row.verdict for row in record.steps}
     taken_back = [row.id for row in kept if verdicts.get(row.id) != "kept"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavecrest.optimizer.steps.base import PHASES, Step, apply_step, structural_copy
+from wavecrest.errors import Refused
+from wavecrest.optimizer.steps.base import PHASES, TREE, Step, apply_step, structural_copy
 from wavecrest.optimizer.steps.ladder import step_by_id
+from wavecrest.optimizer.steps.replace_norm import ReplaceNorm, own_norms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,8 +34,9 @@ class AppliedSteps:
     steps: tuple[AppliedStep, ...] = ()
 
     def plus(self, step: Step, params: dict[str, Any]) -> AppliedSteps:
-        """These steps with one more step; steps that it excludes are taken out."""
-        rest = tuple(item for item in self.steps if not step.excludes(item.step))
+        """These steps with one more step; steps that it excludes, or whose place it takes, are taken out."""
+        gone = params.get("instead_of", ())
+        rest = tuple(item for item in self.steps if not step.excludes(item.step) and item.step_id not in gone)
         return AppliedSteps((*rest, AppliedStep(step.id, params)))
 
     def without(self, step_id: str) -> AppliedSteps:
@@ -70,3 +73,16 @@ def build(model: nn.Module, applied: AppliedSteps) -> nn.Module:
     for item in applied.ordered():
         made = apply_step(made, item.step, item.params)
     return made
+
+
+def without_norms(model: nn.Module, applied: AppliedSteps) -> nn.Module | None:
+    """The model with these steps but for the one that made its layer norms; None where no step alone made them all."""
+    tree = applied.only(*TREE)
+    if tree.without(ReplaceNorm.id) == tree:
+        return None
+    try:
+        made = build(model, tree.without(ReplaceNorm.id))
+    except Refused:
+        # another step changes what it made
+        return None
+    return None if own_norms(made)[0] else made

@@ -109,8 +109,11 @@ class StepContext:
     compiled_by_capture: bool = False
     # whether a capture of the model as it is was refused, and nothing has been compiled
     uncapturable: bool = False
-    # whether layer norms of the model with the steps kept so far are kernels of wavecrest
+    # whether layer norms of the model with the steps kept so far are kernels of wavecrest; whether a step in force made
+    # all of them, so that a compilation can do without it; and while steps look, the model without that step
     own_layer_norms: bool = False
+    norms_can_go: bool = False
+    without_norms: nn.Module | None = None
     # steps that tied by a gain and fit those in force, the largest first; then those that could not be tried without
     # one that lost by a little, and that one
     ties: Sequence[Tie] = ()
@@ -237,6 +240,10 @@ class Step:
     def excludes(self, other: Step) -> bool:
         """Whether keeping this step takes `other` (kept before) out of force."""
         return self.clashes(other) or (self.group is not None and self.group == other.group)
+
+    def instead_of(self, context: StepContext) -> tuple[str, ...]:
+        """The ids of steps in force that are left out where this one is tried, as it does better what they do."""
+        return ()
 
     def clashes(self, other: Step) -> bool:
         """Whether one of the two is `eager_only`, and the other records what a model does."""

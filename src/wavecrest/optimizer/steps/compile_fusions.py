@@ -63,8 +63,10 @@ class CompileFusions(Compile):
         return Found(found.sites, params, f"{counts}{note}")
 
     def _traced(self, context: StepContext, wanted: list[str]) -> tuple[nn.Module, list[fusions.Traced]]:
-        """A copy of the model, and its graphs by bucket: both presets look at the same ones."""
+        """A copy of the model that is compiled, and its graphs by bucket: presets look at the same ones."""
         own = context.workload.model if context.model is None else context.model
+        if self.instead_of(context) and context.without_norms is not None:
+            own = context.without_norms
         key = ("graphs", own, *wanted)
         if key not in context.shared:
             model = structural_copy(own)

@@ -138,9 +138,10 @@ class Masks(Params):
 
 
 class CompilePreset(Masks):
-    """A preset of `graphs.inductor`."""
+    """A preset of `graphs.inductor`; and the ids of steps whose place it takes (`Step.instead_of`)."""
 
     preset: str
+    instead_of: list[str] = Field(default_factory=list)
 
 
 class PrecisionName(Params):
