@@ -16,6 +16,7 @@ from wavecrest.optimizer.costs import (
     OWN_NORMS_FACTOR,
     PROCESS_SHARE,
     SEARCH_FACTOR,
+    TRACE_SHARE,
     Costs,
     kind_of,
 )
@@ -109,6 +110,17 @@ def test_what_compilers_say_they_take_is_taken_at_their_word() -> None:
     costs.imports = 3.0
     assert costs.final(900.0, looks=1, compiled=True) == 20.0 + 3 * 25.0 + 4 * (9.0 + 3.0)
     assert costs.final(900.0, looks=1, compiled=False) == 20.0
+
+
+def test_a_look_that_traced_the_model_says_what_a_compilation_takes_at_least() -> None:
+    costs = Costs(sampling=4.0, ops=500)
+    prior = costs.compilation
+    costs.traced = TRACE_SHARE * prior / 2
+    assert costs.compilation == prior
+    costs.traced = 21.0
+    assert costs.compilation == 21.0 / TRACE_SHARE > prior
+    costs.add("first", 30.0, compiling=20.0)
+    assert costs.compilation == 20.0
 
 
 def test_time_is_left_for_the_end() -> None:

@@ -25,6 +25,9 @@ COMPILE_START, COMPILE_OP = 8.0, 0.01
 # to 53 s in compilers, where the number of ops says 9 to 24; a BERT-large 51 s for 11, a RoBERTa 26 s and without them
 # 15 (H200, torch 2.11; evidence/nvidia-h200 of 2026-11-26 and 2026-11-27, the records of zoo). Why is not known
 OWN_NORMS_FACTOR = 2.0
+# part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
+# trial that compiles takes 21 to 27 s; 2026-11-26. A Swin-T on one H200 21 of 45 s, 2026-11-28; torch 2.11)
+TRACE_SHARE = 0.7
 # part of the first compilation that a later one takes, as processes and caches are warm (a ResNet-50 on one H200: 24.5
 # s, then 9.2 s; 2026-11-25, torch 2.11), and that one of code that did not change takes, as Inductor's cache has it
 # (1.3 to 2.4 s after 21 s, H200, 2026-11-20; 3.3 s after 17.5 s of a BERT-base, H100, 2026-11-26), until it is measured
@@ -83,7 +86,8 @@ class Costs:
         imports: seconds in which each of these imports the compilers; 0 where it is forked from one that has them.
         sizes: later compilations that declared ranges of shapes take at the end.
         short: the budget does not hold a compilation and its proof.
-        own_norms: norms are kernels of wavecrest.
+        own_norms: norms that are compiled are kernels of wavecrest.
+        traced: seconds in which a step that compiles traced the model for its sites.
         pace: what first compilations took on this machine over the prior (`compile_pace`).
     """
 
@@ -98,6 +102,7 @@ class Costs:
     short: bool = False
     own_norms: bool = False
     pace: float = 1.0
+    traced: float = 0.0
     _longest: dict[Kind, float] = field(default_factory=dict)
     # of trials by kind: in Dynamo and the compiler behind it; and of these, what no cache on disk saves
     _compiling: dict[Kind, float] = field(default_factory=dict)
@@ -136,9 +141,11 @@ class Costs:
 
     @property
     def compilation(self) -> float:
-        """Seconds of the first compilation: of the trial, without what measuring takes at least; or the prior."""
+        """Seconds of the first compilation: of the trial, without what measuring takes at least; or the prior, and no
+        less than a look that traced the model says.
+        """
         if self.nothing_compiled:
-            return self.prior * self.pace
+            return max(self.prior * self.pace, self.traced / TRACE_SHARE)
         return self._compiling["first"] or max(0.0, self._longest["first"] - self._longest.get("plain", 0.0))
 
     @property

@@ -171,7 +171,7 @@ def _know_costs(run: RunState) -> None:
     if pace > 1:
         run.ledger.note(
             f"compilations are expected to take {pace:.1f} times as long as by the number of ops, "
-            f"the median of the last {known} on this machine"
+            f"after {known} on this machine"
         )
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest.errors import Refused, StepRefused
 from wavecrest.optimizer.candidate import LEAST_SECONDS, Candidate
-from wavecrest.optimizer.costs import Kind, kind_of
+from wavecrest.optimizer.costs import TRACE_SHARE, Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
 from wavecrest.optimizer.steps.applied import without_norms
 from wavecrest.optimizer.steps.base import TREE, idle_share
@@ -59,9 +59,6 @@ LOOK_SHARE = 0.02
 # 8 B Llama attention alone was 0.99 times as fast on one H200 and 1.03 on another, and the rotation and cache update,
 # which need it, gained 1.06 (2026-11-28)
 LITTLE = 0.97
-# part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
-# trial that compiles takes 21 to 27 s; 2026-11-26, torch 2.11)
-TRACE_SHARE = 0.7
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
 # while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
@@ -343,6 +340,8 @@ class Planner:
                     started = run.now()
                     found, problem = self._find(step)
                     self._seconds[step.id] = run.now() - started
+                    if step.phase == "compile" and self._looks_long(step):
+                        run.costs.traced = max(run.costs.traced, self._seconds[step.id])
                     look = _Look(found, problem, Prediction(None, ""), self._ground(step), None)
                 look.prediction, look.profile = self._predict(step, look.found), context.profile
                 self._looks[step.id] = look
@@ -378,9 +377,11 @@ class Planner:
             return Prediction(None, f"not predicted ({type(error).__name__}: {error})")
 
     def _less_what_goes(self, step: Step, predicted: Prediction) -> Prediction:
-        """The prediction less the gain of steps in force that go with this one; a group's rivals predict without."""
+        """The prediction less the gain of steps in force that clash with this one.
+
+        A group's rivals predict without; norms that Inductor makes take no longer than those that are given up.
+        """
         gone = {item.step_id for item in self.run.ledger.applied.steps if step.clashes(item.step)}
-        gone.update(step.instead_of(self.run.context))
         rows = [row for row in self.run.ledger.record.steps if row.verdict == "kept" and row.id in gone and row.ratio]
         if not rows or predicted.ratio is None:
             return predicted
