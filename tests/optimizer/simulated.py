@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.optimizer.conftest import NoAnalysis
 from tests.optimizer.planted import CLOCK
 from wavecrest import hardware, records
+from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.inductor import PRESETS
 from wavecrest.measure.workload import Workload, from_example
@@ -39,7 +40,7 @@ class Shape:
     """A workload: ms by part, seconds of a first and of a later compilation, and the share of a part that steps leave.
 
     `steps`: step id → part → share that is left of it. `capturable`: a graph can be captured of it as it is; else of
-    compiled code alone, or with `never` of no code at all.
+    compiled code alone, or with `never` of no code at all. `layer_norms`: its norms are layer norms.
     """
 
     parts: Parts
@@ -48,9 +49,11 @@ class Shape:
     steps: dict[str, Parts]
     capturable: bool = True
     never: bool = False
+    layer_norms: bool = False
 
 
-# made up after one H200: an 8 B Llama at batch 16 whose attention copies K and V, a BERT at 512 tokens, a ResNet-50
+# made up after one H200: an 8 B Llama at batch 16 whose attention copies K and V, a BERT at 512 tokens, a ResNet-50, a
+# ConvNeXt-T
 SHAPES = {
     "decode": Shape(
         {"gemm": 4.6, "memory": 6.5, "attention": 2.0, "elementwise": 0.8, "normalisation": 0.3, "idle": 19.4},
@@ -92,6 +95,20 @@ SHAPES = {
             "replace_norm": {"normalisation": 0.8},
         },
         capturable=False,
+    ),
+    "CNN with layer norms": Shape(
+        {"gemm": 2.6, "convolution": 1.0, "elementwise": 1.15, "normalisation": 0.85, "memory": 0.25, "idle": 3.6},
+        19.0,
+        9.0,
+        {
+            "compile:default": {"elementwise": 0.1, "normalisation": 0.15, "memory": 0.2, "idle": 0.3},
+            "compile:max-autotune": {"elementwise": 0.1, "normalisation": 0.15, "memory": 0.2, "idle": 0.3},
+            "capture": {"idle": 0.05},
+            "channels_last": {"convolution": 0.99},
+            "replace_norm": {"normalisation": 0.15},
+            "replace_activation": {"elementwise": 0.95},
+        },
+        layer_norms=True,
     ),
     "CNN": Shape(
         {"convolution": 3.0, "normalisation": 1.2, "elementwise": 0.9, "memory": 0.7, "idle": 0.3},
@@ -177,6 +194,9 @@ class Simulated(Step):
     def predict(self, found: Found, context: StepContext) -> Prediction:
         return self.real.predict(found, context)
 
+    def instead_of(self, context: StepContext) -> tuple[str, ...]:
+        return self.real.instead_of(context)
+
     def excludes(self, other: Step) -> bool:
         return self.real.excludes(other.real if isinstance(other, Simulated) else other)
 
@@ -188,6 +208,8 @@ class Simulated(Step):
         if self.phase == "capture" and (self.shape.never or (model.compiled is None and not self.shape.capturable)):
             raise StepRefused("the model cannot be captured")
         model.left = {**model.left, self.id: self.shape.steps[self.id]}
+        if self.id == "replace_norm" and self.shape.layer_norms:
+            model.norm = wnn.LayerNorm(4)
         surgery = tuple(name for name in model.left if not name.startswith(("compile", "capture")))
         if self.phase == "compile":
             model.compiled = (self.id, *surgery)
