@@ -210,7 +210,8 @@ def run_op(op: AnyOp, device: str) -> dict[str, Any]:
         problem = bench_ops.gate(row, tuple(result.cpu() for result in results), oracle, limits)
         if problem:
             wrong[name] = problem
-    elsewhere = [name for name in own if all(OTHER.search(reason) for reason in reasons.get(name, ["none"]))]
+    # one reason is enough: a call may be refused for another one before the architecture is asked for
+    elsewhere = [name for name in own if any(OTHER.search(reason) for reason in reasons.get(name, []))]
     idle = [name for name in own if not ran[name] and name not in elsewhere and not _raised(wrong, name, own)]
     return {"ran": ran.total(), "declined": declined, "wrong": wrong, "idle": idle}
 

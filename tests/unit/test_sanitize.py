@@ -245,6 +245,13 @@ def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, m
     result = sanitize.run_op(op, device)
     assert result["ran"] == 0 and set(result["declined"].values()) == {"not today"} and result["idle"] == ["triton"]
 
+    def refuse_elsewhere(_backend: str, call: Any) -> Any:
+        raise sanitize.Unsupported("is for gfx950" if call.x.shape[0] == 5 else "not today")
+
+    # it is for another architecture, which one call of several was told
+    found[0] = refuse_elsewhere
+    assert sanitize.run_op(op, device)["idle"] == []
+
     def crash(*_args: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 

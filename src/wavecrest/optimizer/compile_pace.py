@@ -27,7 +27,7 @@ LEAST, MOST = 1.0, 3.0
 
 
 def known(device: Device) -> tuple[float, int]:
-    """What compilations took over what was expected, and of how many; 1 and 0 where none is known.
+    """The pace of compilations over what was expected of them, and of how many; 1 and 0 where none is known.
 
     The geometric mean of those and of one that took what was expected: a few say more of their models than of the
     machine. After one Swin-T a ConvNeXt-T was expected to take three times as long, and was not compiled (H200,

@@ -78,7 +78,7 @@ def run_ladder(run: RunState) -> None:
 
 
 def _import_compilers(run: RunState) -> float:
-    """Import the compilers if steps may compile; the seconds that a process takes for that which imports them anew."""
+    """Import the compilers if steps may compile; the seconds that this takes a process which has none of them."""
     if run.options.level < COMPILE_LEVEL:
         return 0.0
     if all(name in sys.modules for name in COMPILERS):
