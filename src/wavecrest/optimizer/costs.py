@@ -23,7 +23,8 @@ Kind = Literal["plain", "first", "later", "captured", "search"]
 COMPILE_START, COMPILE_OP = 8.0, 0.01
 # norms that are kernels of wavecrest make the first compilation this many times as long: 13 trials with them spent 15
 # to 53 s in compilers, where the number of ops says 9 to 24; a BERT-large 51 s for 11, a RoBERTa 26 s and without them
-# 15 (H200, torch 2.11; evidence/nvidia-h200 of 2026-11-26 and 2026-11-27, the records of zoo). Why is not known
+# 15 (H200, torch 2.11; evidence/nvidia-h200 of 2026-11-26 and 2026-11-27, the records of zoo). Dynamo traces the launch
+# of each: 28 of a Swin-T took 5 s there, and 2 in Inductor (H200, 2026-11-28, no record)
 OWN_NORMS_FACTOR = 2.0
 # part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
 # trial that compiles takes 21 to 27 s; 2026-11-26. A Swin-T on one H200 21 of 45 s, 2026-11-28; torch 2.11)
@@ -33,7 +34,8 @@ TRACE_SHARE = 0.7
 # (1.3 to 2.4 s after 21 s, H200, 2026-11-20; 3.3 s after 17.5 s of a BERT-base, H100, 2026-11-26), until it is measured
 LATER_SHARE, CAPTURED_SHARE = 0.4, 0.2
 # part of the first compilation that a fresh process takes, whose caches on disk have the code: it traces anew. 0.03 to
-# 1.12 in 41 runs of the zoo, with a median of 0.47 (H200, 2026-11-26 to 2026-11-28, "first calls of a process" there)
+# 1.12 in 41 runs of the zoo, with a median of 0.47 (H200, 2026-11-26 to 2026-11-28, "first calls of a process" there),
+# in many of which Inductor's cache had the code under another key; 0.27 of a Swin-T since then
 PROCESS_SHARE = 0.5
 # a search at compile time against a plain compilation: 2 to 5 times as long for a 16-layer Llama, over 6 times for a
 # float32 BERT with two buckets (H200, 2026-11-20)
