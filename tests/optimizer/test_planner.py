@@ -22,6 +22,7 @@ from wavecrest.optimizer import compile_pace, engine, planner
 from wavecrest.optimizer.candidate import Candidate
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
+from wavecrest.optimizer.recompute import recompute
 from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, StepContext, step_by_id
 from wavecrest.records import OptimizeRecord
 
@@ -600,6 +601,12 @@ def test_what_a_compilation_does_without_is_out_of_force(
     assert rows["replace_norm"].reason.endswith("; compile default has taken its place") == gives_up
     # a compilation makes up for what it gives up
     assert rows["compile:default"].predicted == 2.0
+    # whoever checks the record sees what took its place
+    (found,) = [row for row in recompute(result.record, result.plan) if row.what == "plan"]
+    assert found.passed, found.detail
+    rows["compile:default"].params = {}
+    (found,) = [row for row in recompute(result.record, result.plan) if row.what == "plan"]
+    assert ("replace_norm is kept, and not in force" in found.detail) == gives_up
 
 
 def test_a_compilation_is_expected_to_take_what_the_ops_that_are_left_take(
