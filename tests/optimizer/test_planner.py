@@ -18,7 +18,7 @@ from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
 from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import from_example
-from wavecrest.optimizer import compile_pace, engine, planner
+from wavecrest.optimizer import compile_pace, engine, finish, planner
 from wavecrest.optimizer.candidate import Candidate
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
@@ -560,45 +560,51 @@ def test_predictions_and_costs_know_norms_of_wavecrest(
     assert [costs.own_norms for costs in made] == [own]
 
 
+class OwnNorm(TakeHalfOut):
+    """A layer norm becomes one of wavecrest."""
+
+    id = title = "replace_norm"
+
+    def apply(self, model: Any, params: dict[str, Any]) -> Any:
+        model.norm = wnn.LayerNorm(4)
+        return super().apply(model, params)
+
+
+class CompilesWithout(TakePauseOut):
+    """A compilation that does without that step, if it is asked to; `compiled`: whether each model had the norm."""
+
+    id, title, phase = "compile:default", "compile default", "compile"
+    tried_after = ("replace_norm",)
+
+    def __init__(self, gives_up: bool = True) -> None:
+        self.gives_up, self.compiled = gives_up, list[bool]()
+
+    def instead_of(self, context: StepContext) -> tuple[str, ...]:
+        return ("replace_norm",) if self.gives_up and context.norms_can_go else ()
+
+    def find(self, context: StepContext) -> Found:
+        assert (context.without_norms is None) != context.norms_can_go
+        gone = {"instead_of": list(self.instead_of(context))} if self.instead_of(context) else {}
+        return Found(("model",), gone)
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(2.0, "planted")
+
+    def apply(self, model: Any, params: dict[str, Any]) -> Any:
+        self.compiled.append(hasattr(model, "norm"))
+        return super().apply(model, params)
+
+
 @pytest.mark.parametrize("gives_up", [True, False])
-def test_what_a_compilation_does_without_is_out_of_force(
-    run: Run, monkeypatch: pytest.MonkeyPatch, gives_up: bool
-) -> None:
-    """A layer norm of PyTorch's is compiled, and the plan says what has taken the other one's place."""
-    compiled = []
-
-    class Norm(TakeHalfOut):
-        id = title = "replace_norm"
-
-        def apply(self, model: Any, params: dict[str, Any]) -> Any:
-            model.norm = wnn.LayerNorm(4)
-            return super().apply(model, params)
-
-    class Compiling(TakePauseOut):
-        id, title, phase = "compile:default", "compile default", "compile"
-        tried_after = ("replace_norm",)
-
-        def instead_of(self, context: StepContext) -> tuple[str, ...]:
-            return ("replace_norm",) if gives_up and context.norms_can_go else ()
-
-        def find(self, context: StepContext) -> Found:
-            assert (context.without_norms is None) != context.norms_can_go
-            gone = {"instead_of": list(self.instead_of(context))} if self.instead_of(context) else {}
-            return Found(("model",), gone)
-
-        def predict(self, found: Found, context: StepContext) -> Prediction:
-            return Prediction(2.0, "planted")
-
-        def apply(self, model: Any, params: dict[str, Any]) -> Any:
-            compiled.append(hasattr(model, "norm"))
-            return super().apply(model, params)
-
-    result = run(Norm(), Compiling(), budget=600.0)
+def test_what_a_compilation_does_without_is_out_of_force(run: Run, gives_up: bool) -> None:
+    """A layer norm of PyTorch's is compiled, and the record says what has taken the other one's place."""
+    step = CompilesWithout(gives_up)
+    result = run(OwnNorm(), step, budget=600.0)
     rows = {row.id: row for row in result.record.steps}
     assert {row.verdict for row in rows.values()} == {"kept"}
-    assert compiled[0] != gives_up
+    assert step.compiled[0] != gives_up
     assert result.plan.stack == (["compile:default"] if gives_up else ["replace_norm", "compile:default"])
-    assert rows["replace_norm"].reason.endswith("; compile default has taken its place") == gives_up
+    assert rows["replace_norm"].reason.endswith("; its place was taken by compile default") == gives_up
     # a compilation makes up for what it gives up
     assert rows["compile:default"].predicted == 2.0
     # whoever checks the record sees what took its place
@@ -607,6 +613,29 @@ def test_what_a_compilation_does_without_is_out_of_force(
     rows["compile:default"].params = {}
     (found,) = [row for row in recompute(result.record, result.plan) if row.what == "plan"]
     assert ("replace_norm is kept, and not in force" in found.detail) == gives_up
+
+
+def test_what_was_given_up_comes_back_with_a_compilation_that_is_taken_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = finish.build
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    def build(model: nn.Module, applied: AppliedSteps) -> nn.Module:
+        made = built(model, applied)
+        if applied.compiled:
+            made.register_forward_pre_hook(refuse)
+        return made
+
+    monkeypatch.setattr(finish, "build", build)
+    result = run(OwnNorm(), CompilesWithout(), budget=600.0)
+    norm, compilation = result.record.steps
+    assert compilation.verdict == "refused" and "the final check failed with it" in compilation.reason
+    assert norm.verdict == "kept" and "its place" not in norm.reason
+    assert result.plan.stack == ["replace_norm"]
+    assert result.record.result is not None and result.record.result.ratio == pytest.approx(7 / 4, rel=0.02)
 
 
 def test_a_compilation_is_expected_to_take_what_the_ops_that_are_left_take(

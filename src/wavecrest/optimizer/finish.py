@@ -261,6 +261,7 @@ def _drop_last(run: RunState, reason: str) -> Result:
     """All steps together fail where each one passed: take the last step back and look again."""
     last = run.ledger.applied.ordered()[-1]
     run.ledger.take_back([last.step_id], "refused", f"the final check failed with it: {reason}")
+    run.ledger.put_back(last)
     if not run.ledger.applied.steps:
         return _unchanged(run)
     run.current = build(run.workload.model, run.ledger.applied)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wavecrest.measure.workload import Workload
     from wavecrest.optimizer.alternate import Claim
     from wavecrest.optimizer.options import Options
+    from wavecrest.optimizer.steps.applied import AppliedStep
     from wavecrest.records import Verdict
 
 # samples of base and candidate, in ms
@@ -32,6 +33,8 @@ Times = tuple[Sequence[float], Sequence[float]]
 RUN_FILE, PLAN_FILE, REPORT_FILE = "run.json", "plan.json", "report.html"
 # names of samples that are of no step: a model against itself, and original against result
 RESOLUTION, RESULT = "resolution", "result"
+# in the reason of a step that was kept, before what is in force in its place
+_DISPLACED = "; its place was taken by "
 
 
 class Ledger:
@@ -161,7 +164,7 @@ class Ledger:
         gone = {item.step_id for item in before.steps} - {item.step_id for item in self.applied.steps}
         for outcome in self.record.steps:
             if outcome.id in gone and outcome.verdict == "kept":
-                outcome.reason = f"{outcome.reason}; {by.title} has taken its place"
+                outcome.reason = f"{outcome.reason}{_DISPLACED}{by.title}"
 
     def take_back(self, step_ids: Iterable[str], verdict: Verdict, reason: str) -> None:
         """Steps that were kept are out of force after all; their outcomes say why."""
@@ -170,6 +173,13 @@ class Ledger:
                 if outcome.id == step_id and outcome.verdict == "kept":
                     outcome.verdict, outcome.reason = verdict, reason
             self.applied = self.applied.without(step_id)
+
+    def put_back(self, taken: AppliedStep) -> None:
+        """What a step that was taken back had taken the place of is in force again."""
+        for outcome in self.record.steps:
+            if outcome.id in taken.params.get("instead_of", ()) and outcome.verdict == "kept":
+                outcome.reason = outcome.reason.partition(_DISPLACED)[0]
+                self.applied = self.applied.plus(step_by_id(outcome.id), outcome.params)
 
     def begin(self) -> None:
         """Write both files for the first time: an older run's plan in the folder must not be taken for this one's.
