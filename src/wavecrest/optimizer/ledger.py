@@ -175,7 +175,7 @@ class Ledger:
             self.applied = self.applied.without(step_id)
 
     def put_back(self, taken: AppliedStep) -> None:
-        """What a step that was taken back had taken the place of is in force again."""
+        """Steps whose place was taken by one that was taken back are in force again."""
         for outcome in self.record.steps:
             if outcome.id in taken.params.get("instead_of", ()) and outcome.verdict == "kept":
                 outcome.reason = outcome.reason.partition(_DISPLACED)[0]
