@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.clock import SimulatedClock
 from wavecrest.measure.timing import Side
 from wavecrest.measure.workload import Inputs, Quality, Workload
+from wavecrest.optimizer import finish
 from wavecrest.optimizer.children import Jobs, SideReport, order_of
-from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, Step, StepContext
 
 CLOCK = SimulatedClock()
 # what a call takes, in seconds: the pause that a step can take out, and the rest
@@ -57,6 +59,22 @@ class Slow(nn.Module):
 def slow() -> tuple[Slow, Tensor]:
     torch.manual_seed(0)
     return Slow().eval(), torch.randn(4, 16)
+
+
+def raise_at_the_end(monkeypatch: pytest.MonkeyPatch, when: Callable[[AppliedSteps], bool] = lambda _: True) -> None:
+    """Results raise in the final check: those of whose steps `when` is true."""
+    build = finish.build
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    def built(model: nn.Module, applied: AppliedSteps) -> nn.Module:
+        made = build(model, applied)
+        if when(applied):
+            made.register_forward_pre_hook(refuse)
+        return made
+
+    monkeypatch.setattr(finish, "build", built)
 
 
 def watched() -> Workload:

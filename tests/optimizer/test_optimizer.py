@@ -34,6 +34,7 @@ from tests.optimizer.planted import (
     TakePauseOut,
     WrongLater,
     normal,
+    raise_at_the_end,
     slow,
     start_clock,
 )
@@ -42,7 +43,7 @@ from wavecrest.errors import DeviceFailed, InvalidArgument, PlanMismatch
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import Buckets, Quality, from_example
-from wavecrest.optimizer import analysis, engine, finish
+from wavecrest.optimizer import analysis, engine
 from wavecrest.optimizer.alternate import LOOKS, Claim
 from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
 from wavecrest.optimizer.gate import ALL_RULES, Gate
@@ -50,7 +51,7 @@ from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.measurer import LEAST_SECONDS, Measurer
 from wavecrest.optimizer.options import Silent
 from wavecrest.optimizer.plan import Plan
-from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, Step, StepContext, steps_up_to
+from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext, steps_up_to
 from wavecrest.optimizer.steps.environment import EnvironmentTrial, Trials
 from wavecrest.profile.least_time import LeastTimes, Work
 
@@ -267,17 +268,7 @@ def test_what_is_slower_in_the_end_goes(run: Run) -> None:
 def test_a_result_that_raises_in_the_final_check_takes_its_last_step_back(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = finish.build
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("planted")
-
-    def built(model: nn.Module, applied: AppliedSteps) -> nn.Module:
-        made = build(model, applied)
-        made.register_forward_pre_hook(refuse)
-        return made
-
-    monkeypatch.setattr(finish, "build", built)
+    raise_at_the_end(monkeypatch)
     result = run(TakePauseOut())
     row = outcome(result, "gain")
     assert row.verdict == "refused" and "the final check failed with it" in row.reason and "planted" in row.reason

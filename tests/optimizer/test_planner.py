@@ -12,13 +12,13 @@ from torch import nn
 
 from tests.optimizer import simulated
 from tests.optimizer.conftest import NoAnalysis, Run
-from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, TakeHalfOut, TakePauseOut, slow
+from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, TakeHalfOut, TakePauseOut, raise_at_the_end, slow
 from wavecrest import hardware, records
 from wavecrest import nn as wnn
 from wavecrest.errors import StepRefused
 from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import from_example
-from wavecrest.optimizer import compile_pace, engine, finish, planner
+from wavecrest.optimizer import compile_pace, engine, planner
 from wavecrest.optimizer.candidate import Candidate
 from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.planner import best_together, densest_together
@@ -618,18 +618,7 @@ def test_what_a_compilation_does_without_is_out_of_force(run: Run, gives_up: boo
 def test_what_was_given_up_comes_back_with_a_compilation_that_is_taken_back(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = finish.build
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("planted")
-
-    def build(model: nn.Module, applied: AppliedSteps) -> nn.Module:
-        made = built(model, applied)
-        if applied.compiled:
-            made.register_forward_pre_hook(refuse)
-        return made
-
-    monkeypatch.setattr(finish, "build", build)
+    raise_at_the_end(monkeypatch, lambda applied: applied.compiled)
     result = run(OwnNorm(), CompilesWithout(), budget=600.0)
     norm, compilation = result.record.steps
     assert compilation.verdict == "refused" and "the final check failed with it" in compilation.reason

@@ -187,8 +187,8 @@ class Starter:
 
     @property
     def forks(self) -> bool:
-        """Whether children are forked, unless `problem` says why not."""
-        return self._forks
+        """Whether children are forked; waits for imports that have begun."""
+        return self._forks and not self.problem
 
     @property
     def saved_seconds(self) -> float:

@@ -180,7 +180,7 @@ def _know_costs(run: RunState) -> None:
         later_looks=tuple(times[1:]),
         phases=phases[0] + share * run.gate.summary.seconds,
         loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
-        imports=0.0 if run.children.forks else run.import_seconds,
+        imports=run.import_seconds if run.workload.spec and not run.children.forks else 0.0,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
         pace=pace,
     )
