@@ -215,7 +215,8 @@ def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], _
 
 
 class _Functional(ast.NodeTransformer):
-    """x += y makes a new x there, and would change a tensor here; x.split() is of a last dimension of two.
+    """x += y makes a new x there, and would change a tensor here; x.split() is of a last dimension of two, and
+    x.to(type, bitcast=True) of the bits of x.
 
     No tensor has a layout here.
     """
@@ -235,6 +236,8 @@ class _Functional(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "split" and not node.args:
             return ast.copy_location(ast.Call(ast.Name("_halves", ast.Load()), [node.func.value], []), node)
+        if isinstance(node.func, ast.Attribute) and [word.arg for word in node.keywords] == ["bitcast"]:
+            return ast.copy_location(ast.Call(ast.Name("_bits", ast.Load()), [node.func.value, *node.args], []), node)
         return node
 
 
@@ -290,6 +293,7 @@ class Kernels:
             num_programs=lambda _axis: number(self._place.programs),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype), int8=torch.int8,
             convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout, BlockedLayout=layout,
             arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load, store=Pointer.store,
             expand_dims=Tensor.unsqueeze, DotOperandLayout=layout, DistributedLinearLayout=layout, int32=torch.int32,
@@ -306,5 +310,6 @@ class Kernels:
         return {
             "gl": gl, "gluon": gluon, "hopper": hopper, "load_tile": _load_tile, "store_tile": _store_tile,
             "range": numbers, "_halves": lambda x: x.unbind(-1),
+            "_bits": lambda x, dtype: x.to(dtype, True) if isinstance(x, Pointer) else x.view(dtype),
             "in_units": lambda tiles, *shape_and_layout: Tile(tiles.data.view(shape_and_layout[:-1])),
         }  # fmt: skip

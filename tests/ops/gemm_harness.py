@@ -79,7 +79,7 @@ class Watch:
         self.spans: list[tuple[int, int, str]] = []
         self.stored: Counter[str] = Counter()
         # arguments that kernels may write to
-        self.outputs: tuple[str, ...] = ("c_ptr", "part_ptr", "out_ptr")
+        self.outputs: tuple[str, ...] = ("c_ptr", "part_ptr", "out_ptr", "digits_ptr")
         self.active = False
 
     def _enter(self, names: list[str], args: list[Any]) -> None:

@@ -21,13 +21,14 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import pack
-from wavecrest.ops._gemm import backend, kernel_hopper_words, launch_hopper_words
+from wavecrest.ops._gemm import backend, kernel_hopper_words, launch_hopper_words, reference
 from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.reference import values_of_b
 from wavecrest.ops._gemm.study import space
+from wavecrest.ops.common import launcher, target
 from wavecrest.ops.common.activation import ACTIVATIONS
 
 SM_90 = ARCHS["sm_90"]
@@ -68,6 +69,10 @@ def calls(M: int, N: int, K: int, format: str, device: str) -> list[GemmCall]:
         packed(M, N, K, format, device=device, out_dtype=F32, activation="leaky_relu", slope=0.25),
         packed(M, N, K, format, device=device, activation="silu_and_mul", bias=bias),
         packed(M, N, K, format, F16, device, activation="gelu_and_mul"),
+        packed(M, N, K, format, device=device, norm_weight=random(K, device=device, seed=4), norm_eps=1e-3),
+        packed(
+            M, N, K, format, F16, device, activation="silu_and_mul", norm_weight=random(K, dtype=F16, device=device)
+        ),
     ]
     call = found[0]
     wide = torch.full((M, K + 64), math.nan, dtype=BF16, device=device)
@@ -143,35 +148,46 @@ def test_what_does_not_begin_at_16_bytes_runs_on_the_portable_kernel(hopper: Any
     assert_right(WORDS, call._replace(a=behind), b=values_of_b(call).double())
 
 
-def _of_int4(word: Tensor) -> tuple[Tensor, ...]:
+def _of_int4(word: Tensor) -> tuple[Tensor, Tensor]:
     bytes_ = [(word >> (8 * i)) & 255 for i in range(4)]
-    return tuple(((one & 15) - 8).to(BF16) for one in bytes_) + tuple(((one >> 4) - 8).to(BF16) for one in bytes_)
+    return tuple(  # type: ignore[return-value]
+        sum(((16 * (one - 8)) & 255) << (8 * i) for i, one in enumerate(half)).int()
+        for half in ([one & 15 for one in bytes_], [one >> 4 for one in bytes_])
+    )
 
 
-def _of_int8(word: Tensor) -> tuple[Tensor, ...]:
-    bytes_ = [(word >> (8 * i)) & 255 for i in range(4)]
-    return tuple((one - 256 * (one > 127).int()).to(BF16) for one in bytes_)
+def digits_of(call: GemmCall) -> Tensor:
+    """As `_digits_kernel` makes them, by division in whole numbers of 64 bits."""
+    x = reference.values_of_a(call).double()
+    most = x.abs().amax(dim=1, keepdim=True)
+    unit = 2.0 ** (most.clamp_min(2.0**-97).log2().floor() - 29)
+    number = (x / unit).trunc().long()
+    digits = []
+    for _ in range(4):
+        digits.append((number + 128) % 256 - 128)
+        number = (number - digits[-1]) // 256
+    worth = torch.cat([unit * 256.0**i for i in range(4)], dim=1).float().contiguous()
+    return torch.cat([torch.stack(digits, dim=1).to(torch.int8).flatten(), worth.flatten().view(torch.int8)])
 
 
 def stand_in(call: GemmCall, config: Config, **planted: str) -> Tensor:
     """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
     y = torch.full(call.shape, math.nan, dtype=call.dtype)
-    first = launch_hopper_words.launch(call, y, config, SM_90)
+    _, second = launch_hopper_words.launches(call, digits_of(call), y, config, SM_90)
     kernels = gluon.Kernels(
         Path(kernel_hopper_words.__file__), planted,
-        activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.float() @ b.float(),
-        INT4_WORD_BF16=_of_int4, INT4_WORD_FP16=_of_int4, INT8_WORD_BF16=_of_int8, INT8_WORD_FP16=_of_int8,
+        activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.int() @ b.int(), INT4_WORD=_of_int4,
         pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
     )  # fmt: skip
     constants = {key: value for key, value in config.kwargs.items() if key not in ("num_stages", "EARLY")}
-    args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in first.args]
-    kernels.run("_hopper_words_kernel", first.grid[0], *args, **first.constants, **constants)
+    args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in second.args]
+    kernels.run("_hopper_words_kernel", second.grid[0], *args, **second.constants, **constants)
     return y
 
 
 def definition(call: GemmCall) -> Tensor:
-    """act(a @ b + bias) [· its second half] + residual in float64."""
-    y = call.a.double() @ values_of_b(call).double()
+    """act(a @ b + bias) [· its second half] + residual in float64; of the norm of a if there is one."""
+    y = reference.values_of_a(call).double() @ values_of_b(call).double()
     if call.bias is not None:
         y = y + call.bias.double()
     gate, up = y.chunk(2, -1) if call.activation in GATED else (y, 1.0)
@@ -207,13 +223,18 @@ def test_the_kernels_own_text(shape: tuple[int, ...], config: Config, format: st
     ("format", "said", "instead"),
     [
         # columns of K in another order than the weight's; the wrong half; a scale of another block, or row
-        ("int4", "% 2) * 16 + ((j // 16) % 2) * 64", "% 2) * 64 + ((j // 16) % 2) * 16"),
-        ("int8", "% 4) * 16 + ((j // 32) % 2) * 8", "% 4) * 8 + ((j // 32) % 2) * 32"),
+        ("int4", "(j // 32) * 64 + j % 32 if INT4 else j", "j if INT4 else j"),
+        ("int8", "(j // 32) * 64 + j % 32 if INT4 else j", "(j // 16) * 16 + (j + 1) % 16"),
         ("int4", "block_a * BLOCK + 32", "block_a * BLOCK"),
         ("int4", "block_s = warp_s + ((step + 1) * AHEAD + i)", "block_s = warp_s + ((step + 1) * AHEAD)"),
         ("int8", "(first + columns).to(gl.int64) * stride_sn", "columns.to(gl.int64) * stride_sn"),
         ("int4", "gl.join(gl.join(v0, v2), gl.join(v1, v3))", "gl.join(gl.join(v0, v1), gl.join(v2, v3))"),
-        ("int4", "[0, 1, 3, 2, 4]", "[0, 1, 2, 3, 4]"),
+        # sums that do not begin as float32 has them, not as large as they are, digits worth the same, another row's
+        ("int4", "WHOLE_BITS if INT4 else 0", "0"),
+        ("int4", "alpha / SHIFTED", "alpha"),
+        ("int8", ".to(gl.float32) * worth", ".to(gl.float32)"),
+        ("int8", "// DIGITS, DIGITS]), axis=2)", "// DIGITS, DIGITS]).flip(1), axis=2)"),
+        ("int4", "worths + digit", "worths + digit % 4"),
         ("int4", "mask=in_b & (block < blocks)", "mask=in_b & (block < blocks - 1)"),
         ("int4", "mask = mask & (out_rows < M)", "mask = mask & (out_rows < M - 1)"),
     ],
@@ -223,6 +244,76 @@ def test_planted_errors_are_seen(format: str, said: str, instead: str) -> None:
     config = configs.hopper_words(16, 4, 2)
     assert right(stand_in(gated, config), gated)
     assert not right(stand_in(gated, config, **{said: instead}), gated)
+
+
+def digits(call: GemmCall, device: str) -> Tensor:
+    """As the kernel makes them, in memory that holds something else."""
+    found = torch.full((launch_hopper_words.size_of_digits(call),), 77, dtype=torch.int8, device=device)
+    first = launch_hopper_words.first_launch(call, found, target.arch())
+    gain = call.a if call.norm_weight is None else call.norm_weight
+    launcher.starter(first, torch.device(device))(call.a, gain, found)
+    return found.cpu()
+
+
+def numbers(found: Tensor, M: int, K: int) -> Tensor:
+    """The rows that digits stand for, in float64."""
+    worth = found[4 * M * K :].view(F32).view(M, 4, 1).double()
+    return (found[: 4 * M * K].view(M, 4, K).double() * worth).sum(1)
+
+
+def spread(M: int, K: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Rows of sizes far apart, with values far below a row's largest, zeros, and one row of nothing else."""
+    x = random(M, K, device=device, seed=7) * 2.0 ** (-5 * (torch.arange(M, device=device) % 4))[:, None]
+    x[:, ::3] *= 2.0**-9
+    x[:, ::7] = 0
+    x[M - 1] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("M", "K"), [(1, 128), (3, 1152), (8, 4096)])
+def test_digits(M: int, K: int, dtype: torch.dtype, device: str) -> None:
+    x = spread(M, K, dtype, device)
+    found = digits(GemmCall(x, x.mT), device)
+    assert torch.equal(found, digits_of(GemmCall(x.cpu(), x.cpu().mT)))
+    # all that is above 2^-22 of the largest is exact, whatever it is below it is off by less than 2^-29 of that
+    x = x.cpu().double()
+    most = x.abs().amax(dim=1, keepdim=True)
+    error = (numbers(found, M, K) - x).abs()
+    assert bool((error[x.abs() > 2.0**-22 * most] == 0).all()) and bool((error <= 2.0**-29 * most).all())
+
+
+def test_digits_of_rows_apart_and_of_their_norm(device: str) -> None:
+    wide = torch.full((5, 1024 + 64), math.nan, dtype=BF16, device=device)
+    wide[:, :1024] = spread(5, 1024, BF16, device)
+    gain = random(1024, device=device, seed=3)
+    call = GemmCall(wide[:, :1024], wide[:, :1024].mT, norm_weight=gain, norm_eps=1e-3)
+    found = numbers(digits(call, device), 5, 1024)
+    want = wide[:, :1024].cpu().double()
+    want = want * torch.rsqrt(want.square().mean(1, keepdim=True) + 1e-3) * gain.cpu().double()
+    assert bool(((found - want).abs() <= 2.0**-20 * want.abs() + 2.0**-28 * want.abs().amax(1, keepdim=True)).all())
+
+
+def test_digits_of_what_is_no_number(device: str) -> None:
+    x = random(4, 256, dtype=BF16, device=device, seed=1)
+    x[0, 3], x[1, 5], x[2, 7] = math.nan, math.inf, -math.inf
+    found = numbers(digits(GemmCall(x, x.mT), device), 4, 256)
+    assert bool(found[0].isnan().all())
+    # 0 times infinity elsewhere in the row: a product with weights has one value of the row left, or NaN of a weight 0
+    assert found[1, 5] == math.inf and found[2, 7] == -math.inf and torch.equal(found[3], x[3].cpu().double())
+    for row, place in ((1, 5), (2, 7)):
+        rest = found[row][torch.arange(256) != place]
+        assert bool(rest.isnan().all())
+
+
+def test_the_smallest_numbers(device: str) -> None:
+    """Of a row below 2^-97 the smallest normal number is a unit."""
+    x = torch.zeros(2, 128, dtype=BF16, device=device)
+    x[0, :3] = torch.tensor([2.0**-120, -(2.0**-126), 2.0**-130])
+    x[1, 0] = torch.finfo(BF16).max
+    found = numbers(digits(GemmCall(x, x.mT), device), 2, 128)
+    assert found[0, :3].tolist() == [2.0**-120, -(2.0**-126), 0.0]
+    assert found[1, 0] == torch.finfo(BF16).max and not found[1, 1:].any()
 
 
 def shaped(M: int = 1, N: int = 256, K: int = 512, format: str = "int4", **more: Any) -> GemmCall:
@@ -241,8 +332,8 @@ def shaped(M: int = 1, N: int = 256, K: int = 512, format: str = "int4", **more:
         (lambda: shaped(format="mxfp4"), "multiplies 16-bit floats by int4 in groups of 128"),
         (lambda: shaped(format="fp8"), "multiplies 16-bit floats by int4 in groups of 128"),
         (lambda: shaped(dtype=F32), "multiplies 16-bit floats by int4 in groups of 128"),
-        (lambda: shaped(K=576), "takes a K in multiples of 128"),
-        (lambda: shaped(norm_weight=torch.ones(512, dtype=BF16)), "takes no norm"),
+        (lambda: shaped(K=576), "takes a K in multiples of 128, up to 65536"),
+        (lambda: shaped(N=16, K=65536 + 128), "takes a K in multiples of 128, up to 65536"),
         (lambda: shaped(2)._replace(a=torch.zeros(2, 516, dtype=BF16)[:, :512]), "reads a, b and scales along K"),
     ],
 )  # fmt: skip
@@ -269,7 +360,8 @@ def test_tiles_that_do_not_exist(wrong: dict[str, int]) -> None:
     known = configs.hopper_words()
     options = {**known.kwargs, "num_warps": known["num_warps"], "num_stages": 1} | wrong
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
-        launch_hopper_words.launch(shaped(), torch.empty(1, 256, dtype=BF16), Config(**options), SM_90)
+        digits = torch.empty(launch_hopper_words.size_of_digits(shaped()), dtype=torch.int8)
+        launch_hopper_words.launches(shaped(), digits, torch.empty(1, 256, dtype=BF16), Config(**options), SM_90)
 
 
 def test_the_space_begins_with_the_default() -> None:

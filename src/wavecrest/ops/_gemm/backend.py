@@ -28,6 +28,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, check
 from wavecrest.ops._gemm.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops._gemm.reference import reference
+from wavecrest.ops.rows.rms_norm import rms_norm
 
 # below PyTorch's: a library's GEMM is the default until a measured row says otherwise
 PRIORITY = 5
@@ -180,6 +181,17 @@ def _portable(call: GemmCall) -> Callable[[GemmCall], Tensor]:
     return _launch.bind(_launch.tiles, call, default_config(_config.tiled, key_of(call)))
 
 
+def _portable_normed(call: GemmCall) -> Callable[[GemmCall], Tensor]:
+    """As `_portable`, with the norm in a launch of its own, as tiles normalise no rows for 4-bit weights."""
+    run = _portable(call._replace(norm_weight=None))
+
+    def normed(call: GemmCall) -> Tensor:
+        assert call.norm_weight is not None
+        return run(call._replace(a=rms_norm(call.a, call.norm_weight, call.norm_eps), norm_weight=None))
+
+    return normed
+
+
 def _bind_hopper(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
     return _hopper.bind(call, config, _portable(call))
 
@@ -208,7 +220,7 @@ def _run_blocks(call: GemmCall, config: Config) -> Tensor:
 
 
 def _bind_words(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
-    return _words.bind(call, config, _portable(call))
+    return _words.bind(call, config, _portable(call) if call.norm_weight is None else _portable_normed(call))
 
 
 def _run_words(call: GemmCall, config: Config) -> Tensor:

@@ -1,88 +1,55 @@
 """The GEMM kernel for sm_90 of up to 8 rows and a weight in 4 or 8 bits, which goes from memory to the matrix unit.
 
-Gluon. A lane loads 16 bytes of a row of the weight. Widened in its registers they are the columns of K that the matrix
-unit expects of this lane, as a is loaded in the same order: no value passes through shared memory, and none is moved
-between lanes. A 4-bit value takes 2.5 instructions, in the kernel over tiles 2.8, and 5.2 without matrix units (loops
-of sm_90's code counted for one row, triton 3.6; no record). Of `num_warps` warps each takes every num_warps-th block of
-K; their sums are added at the end.
+Gluon. The rows of a come as digits of 8 bits (`kernel_digits.py`), so that the matrix unit multiplies whole numbers: an
+8-bit weight needs no instruction before it, eight 4-bit values take three. Rows' digits are columns of a product: it
+has eight, which are two rows. A lane loads 16 bytes of a row of the weight, which are what the matrix unit expects of
+this lane, as digits are loaded in the same order: no value passes through shared memory, and none is moved between
+lanes. Of `num_warps` warps each takes every num_warps-th block of K; their sums are added at the end.
 """
 
 from __future__ import annotations
 
 from wavecrest.ops.common.activation import activate
 from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
-from wavecrest.ops.common.ptx import INT4_WORD_BF16, INT4_WORD_FP16, INT8_WORD_BF16, INT8_WORD_FP16
+from wavecrest.ops.common.ptx import INT4_WORD
 from wavecrest.ops.common.triton import gl, gluon, mma
 
-# columns of K of a step of a warp, and rows of a that the matrix unit takes at a time
+# columns of K of a step of a warp, and digits of a number
 BLOCK = gl.constexpr(128)
-ROWS = gl.constexpr(8)
+DIGITS = gl.constexpr(4)
 # values of K that a lane holds side by side
-WIDTH = gl.constexpr(8)
+WIDTH = gl.constexpr(16)
+# a float32 whose last bit is 1: a whole number that is added to its bits is added to it. Sums of a block's products
+# are below 2^22, and a conversion would have a quarter of the rate
+WHOLE, WHOLE_BITS = gl.constexpr(12582912.0), gl.constexpr(0x4B400000)
+# what a value of 4 bits is multiplied by, as it is the upper half of a byte
+SHIFTED = gl.constexpr(16.0)
 
 
 @gluon.jit
-def _int4_values(word, FLOAT16: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The eight values of each word less 8: of the low halves of its bytes, then of the high ones."""
-    if FLOAT16:
-        values = gl.inline_asm_elementwise(
-            INT4_WORD_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word],
-            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        values = gl.inline_asm_elementwise(
-            INT4_WORD_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    return values
-
-
-@gluon.jit
-def _int8_values(word, FLOAT16: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The four values of each word."""
-    if FLOAT16:
-        values = gl.inline_asm_elementwise(
-            INT8_WORD_FP16, "=h,=h,=h,=h,r", [word], (gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        values = gl.inline_asm_elementwise(
-            INT8_WORD_BF16, "=h,=h,=h,=h,r", [word], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    return values
-
-
-@gluon.jit
-def _in_a_row(v0, v1, v2, v3, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Four values of each word behind each other, words behind words, as the matrix unit takes them."""
+def _values(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The four bytes of each word behind each other, words behind words, as the matrix unit takes them."""
+    v0 = word.to(gl.int8)
+    v1 = (word >> 8).to(gl.int8)
+    v2 = (word >> 16).to(gl.int8)
+    v3 = (word >> 24).to(gl.int8)
     four = gl.join(gl.join(v0, v2), gl.join(v1, v3))
-    return gl.convert_layout(gl.reshape(four, [v0.shape[0], v0.shape[1], 4 * v0.shape[2]]), LAYOUT)
+    return gl.convert_layout(gl.reshape(four, [word.shape[0], word.shape[1], 4 * word.shape[2]]), LAYOUT)
 
 
 @gluon.jit
-def _product(  # type: ignore[no-untyped-def]
-    word, x_low, x_high, INT4: gl.constexpr, LAYOUT: gl.constexpr, SUMS: gl.constexpr
-):
-    """The sums of a block's products [warps, columns, rows]; `word` [warps, columns, words] in memory's order."""
-    warps: gl.constexpr = word.shape[0]
-    columns: gl.constexpr = word.shape[1]
-    words: gl.constexpr = word.shape[2]
-    zero = gl.zeros([warps, columns, ROWS], gl.float32, layout=SUMS)
-    float16: gl.constexpr = x_low.dtype == gl.float16
-    # the 16 bytes of a lane are four words: two side by side, then the other lanes' first two, then the other two
-    if INT4:
-        word = gl.permute(gl.reshape(word, [warps, columns, 4, 2, 2]), [0, 1, 3, 2, 4])
-        l0, l1, l2, l3, h0, h1, h2, h3 = _int4_values(gl.reshape(word, [warps, columns, words]), float16)
-        part = mma(_in_a_row(l0, l1, l2, l3, LAYOUT), x_low, zero)
-        part = mma(_in_a_row(h0, h1, h2, h3, LAYOUT), x_high, part)
-    else:
-        word = gl.permute(gl.reshape(word, [warps, columns, 2, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
-        v0, v1, v2, v3 = _int8_values(gl.reshape(word, [warps, columns, words]), float16)
-        part = mma(_in_a_row(v0, v1, v2, v3, LAYOUT), x_low, zero)
-    return part
+def _nibbles(word):  # type: ignore[no-untyped-def]
+    """The eight values of each word less 8, times 16, as bytes: of the low halves of its bytes, and of the high ones."""
+    low, high = gl.inline_asm_elementwise(INT4_WORD, "=r,=r,r", [word], (gl.int32, gl.int32), is_pure=True, pack=1)
+    return low, high
+
+
+@gluon.jit
+def _summed(acc, worth, OUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of all warps [columns, rows] of those of digits [warps, columns, 4 · rows]; `worth`: of each digit."""
+    total = gl.sum(acc, axis=0).to(gl.float32) * worth
+    total = gl.sum(gl.reshape(total, [total.shape[0], total.shape[1] // DIGITS, DIGITS]), axis=2)
+    return gl.convert_layout(total, OUT)
 
 
 @gluon.jit
@@ -91,8 +58,10 @@ def _ended(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
 ):  # fmt: skip
     """alpha · scale · total + bias of the columns of b from `first` on; scales of groups are in the sums."""
-    y = total * alpha
-    if not INT4:
+    if INT4:
+        y = total * (alpha / SHIFTED)
+    else:
+        y = total * alpha
         y *= gl.load(scale_ptr + (first + columns).to(gl.int64) * stride_sn, mask=mask, other=0.0)
     if BIAS:
         y += gl.load(bias_ptr + (first + columns).to(gl.int64) * stride_bias, mask=mask, other=0.0).to(gl.float32)
@@ -101,20 +70,22 @@ def _ended(  # type: ignore[no-untyped-def]
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "blocks", "steps", "stride_am", "stride_bn", "stride_sn", "stride_bias", "stride_rm", "stride_rn",
-        "alpha", "slope",
+        "M", "N", "blocks", "steps", "stride_bn", "stride_sn", "stride_bias", "stride_rm", "stride_rn", "alpha",
+        "slope",
     ]
 )  # fmt: skip
 def _hopper_words_kernel(  # type: ignore[no-untyped-def]
-    a, b, c_ptr, bias_ptr, residual_ptr, scale_ptr, M, N, blocks, steps, stride_am, stride_bn, stride_sn, stride_bias,
+    digits, b, c_ptr, bias_ptr, residual_ptr, scale_ptr, M, N, blocks, steps, stride_bn, stride_sn, stride_bias,
     stride_rm, stride_rn, alpha, slope,
-    INT4: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr,
-    PDL: gl.constexpr, EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    INT4: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    RESIDUAL: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of c, of M rows; b's bytes lie K behind K, in `blocks` of 128 columns of K.
 
-    AHEAD: blocks of each warp in a step; those of the next step are loaded while these are multiplied. stride_am and
-    stride_bn are in units of 16 bytes. GATED: b has N columns of gate, then N of up.
+    digits: int8 [M · 4, K], then float32 [M · 4], of `_digits_kernel`. COLUMNS: of a product, no fewer than M · 4.
+    AHEAD: blocks of each warp in a step; those of the next step are loaded while these are multiplied. stride_bn is in
+    units of 16 bytes. GATED: b has N columns of gate, then N of up.
     """
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     VALUES: gl.constexpr = gl.DotOperandLayout(0, SUMS, WIDTH)
@@ -151,19 +122,16 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
     words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (column.to(gl.int64) * stride_bn * 4 + place)
     in_b = column < N
     up = N.to(gl.int64) * stride_bn * 4
-    # of a: the columns of K in the order of the words
+    # of digits: the columns of K in the order of the words
     warp_a = gl.expand_dims(
         gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_A))), 1), 2
     )
     j = gl.arange(0, INNER, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_A)))
-    if INT4:
-        # a unit of 64 columns in 32 bytes, which are two lanes' 16
-        k = (j % 8) + ((j // 8) % 2) * 16 + ((j // 16) % 2) * 64 + (j // 32) * 8
-    else:
-        k = (j % 8) + ((j // 8) % 4) * 16 + ((j // 32) % 2) * 8 + (j // 64) * 64
-    row = gl.expand_dims(gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(0, OF_A))), 0), 0)
-    rows = a + (row.to(gl.int64) * stride_am * 8 + gl.expand_dims(gl.expand_dims(k, 0), 2))
-    in_a = row < M
+    # a unit of 64 columns in 32 bytes, which are two lanes' 16
+    k = (j // 32) * 64 + j % 32 if INT4 else j
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, OF_A))), 0), 0)
+    rows = digits + (row * blocks * BLOCK + gl.expand_dims(gl.expand_dims(k, 0), 2))
+    in_a = row < M * DIGITS
     # of the scales
     warp_s = gl.expand_dims(
         gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS))), 1), 2
@@ -176,8 +144,11 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
     up_s = N.to(gl.int64) * stride_sn
     HALVES: gl.constexpr = 2 if GATED else 1
 
-    acc = gl.zeros([num_warps, BLOCK_N, ROWS], gl.float32, layout=SUMS)
-    acc_up = gl.zeros([num_warps, BLOCK_N, ROWS], gl.float32, layout=SUMS)
+    # of int8 all products are added as whole numbers, of int4 those of a block, which has a scale
+    NUMBER: gl.constexpr = gl.float32 if INT4 else gl.int32
+    whole = gl.full([num_warps, BLOCK_N, COLUMNS], WHOLE_BITS if INT4 else 0, gl.int32, layout=SUMS)
+    acc = gl.zeros([num_warps, BLOCK_N, COLUMNS], NUMBER, layout=SUMS)
+    acc_up = gl.zeros([num_warps, BLOCK_N, COLUMNS], NUMBER, layout=SUMS)
     now = ()
     scale = ()
     for i in gl.static_range(AHEAD):
@@ -206,31 +177,42 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
                     )
         for i in gl.static_range(AHEAD):
             block_a = warp_a + (step * AHEAD + i) * num_warps
-            x_low = gl.load(rows + block_a * BLOCK, mask=in_a & (block_a < blocks), other=0.0)
+            x_low = gl.load(rows + block_a * BLOCK, mask=in_a & (block_a < blocks), other=0)
             x_high = x_low
             if INT4:
-                x_high = gl.load(rows + (block_a * BLOCK + 32), mask=in_a & (block_a < blocks), other=0.0)
+                x_high = gl.load(rows + (block_a * BLOCK + 32), mask=in_a & (block_a < blocks), other=0)
             for half in gl.static_range(HALVES):
-                part = _product(now[HALVES * i + half], x_low, x_high, INT4, VALUES, SUMS)
+                word = now[HALVES * i + half]
                 if INT4:
-                    part *= scale[HALVES * i + half]
-                if half == 0:
-                    acc += part
+                    low, high = _nibbles(word)
+                    part = mma(_values(low, VALUES), x_low, whole)
+                    part = mma(_values(high, VALUES), x_high, part)
+                    part = (part.to(gl.float32, bitcast=True) - WHOLE) * scale[HALVES * i + half]
+                    if half == 0:
+                        acc += part
+                    else:
+                        acc_up += part
+                elif half == 0:
+                    acc = mma(_values(word, VALUES), x_low, acc)
                 else:
-                    acc_up += part
+                    acc_up = mma(_values(word, VALUES), x_low, acc_up)
         now = later
         scale = scale_later
     pdl_launch_dependents(PDL)
 
-    total = gl.sum(acc, axis=0)
-    OUT: gl.constexpr = gl.SliceLayout(0, SUMS)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    digit = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OF_SUMS)), 0)
+    worths = digits.to(gl.pointer_type(gl.float32), bitcast=True) + M * blocks * BLOCK
+    worth = gl.load(worths + digit, mask=digit < M * DIGITS, other=0.0)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [num_warps, 1], [0, 1])
     columns = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
-    out_rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
+    out_rows = gl.expand_dims(gl.arange(0, COLUMNS // DIGITS, layout=gl.SliceLayout(0, OUT)), 0)
     mask = columns < N
-    y = _ended(total, scale_ptr, bias_ptr, 0, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
+    y = _summed(acc, worth, OUT)
+    y = _ended(y, scale_ptr, bias_ptr, 0, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
     y = activate(y, slope, ACTIVATION)
     if GATED:
-        total = gl.sum(acc_up, axis=0)
+        total = _summed(acc_up, worth, OUT)
         y *= _ended(total, scale_ptr, bias_ptr, N, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
     mask = mask & (out_rows < M)
     if RESIDUAL:

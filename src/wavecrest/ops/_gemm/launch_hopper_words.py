@@ -1,4 +1,4 @@
-"""The launch of the kernel for sm_90 of few rows and packed weights (`kernel_hopper_words.py`), and its refusals."""
+"""The launches for sm_90 of few rows and packed weights, and when they are refused: a's digits, and the GEMM of those."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GemmCall, kinds
+from wavecrest.ops._gemm.kernel_digits import _digits_kernel
 from wavecrest.ops._gemm.kernel_hopper_words import _hopper_words_kernel
 
 NAME = "triton_hopper_words"
 WALKS = "reads a, b and scales along K, where rows of a and b are at multiples of 16 bytes and not at a stride of 0"
 # rows of a, and columns of K of a step of a warp, of which 4-bit values have one scale
 ROWS, BLOCK = 8, 128
+# the longest row: a program of `_digits_kernel` holds one
+MOST_K = 65_536
+# digits of a number, bytes of what they are worth, and columns that the matrix unit multiplies at a time
+DIGITS, WORTH, COLUMNS = 4, 4, 8
 
 
 def refusal(call: GemmCall) -> str | None:
@@ -47,14 +52,13 @@ def refusal(call: GemmCall) -> str | None:
         return "returns bfloat16, float16 and float32"
     for name, asked in (
         ("batch", not call.flat),
-        ("norm", call.norm_weight is not None),
         ("tail", call.tail is not None),
         ("bias of a row", call.bias is not None and call.bias_along != "n"),
     ):
         if asked:
             return f"takes no {name}"
-    if call.K % BLOCK != 0:
-        return f"takes a K in multiples of {BLOCK}"
+    if call.K % BLOCK != 0 or call.K > MOST_K:
+        return f"takes a K in multiples of {BLOCK}, up to {MOST_K}"
     return None if _walks(call) else WALKS
 
 
@@ -68,8 +72,13 @@ def _walks(call: GemmCall) -> bool:
     return all(one > 0 and one % 16 == 0 for one in strides)
 
 
-def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
-    """The kernel for a checked call that `refusal` says nothing against, and its result.
+def size_of_digits(call: GemmCall) -> int:
+    """Bytes of a's digits, and of what they are worth."""
+    return DIGITS * call.M * (call.K + WORTH)
+
+
+def launches(call: GemmCall, digits: Tensor, y: Tensor, config: Config, arch: Arch | None) -> list[_launcher.Launch]:
+    """The launches of a checked call that `refusal` says nothing against: its digits, int8, and its result.
 
     Raises:
         InvalidArgument: there is no such tile.
@@ -81,18 +90,36 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
     early, options = _pdl.start_of(config, arch)
     blocks = call.K // BLOCK
-    return _launcher.Launch(
+    columns = COLUMNS * _layout.power_of_two(_layout.ceil_div(DIGITS * call.M, COLUMNS))
+    second = _launcher.Launch(
         _hopper_words_kernel,
         (_layout.ceil_div(call.N, config["BLOCK_N"]),),
         (
-            call.a, call.b, y, bias, residual, scale_b, call.M, call.N, blocks,
+            digits, call.b, y, bias, residual, scale_b, call.M, call.N, blocks,
             _layout.ceil_div(blocks, config["AHEAD"] * config["num_warps"]),
-            _launch.row_stride(call) * call.a.itemsize // 16, call.b.stride(-1) * call.b.itemsize // 16,
-            sbn, bias_stride, srm, srn, alpha, slope,
+            call.b.stride(-1) * call.b.itemsize // 16, sbn, bias_stride, srm, srn, alpha, slope,
         ),
         {
             **{name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED", "RESIDUAL")},
-            "INT4": call.form == "int4", "PDL": _pdl.overlaps(arch), "EARLY": early,
+            "INT4": call.form == "int4", "COLUMNS": columns, "PDL": _pdl.overlaps(arch), "EARLY": early,
+        },
+        options,
+    )  # fmt: skip
+    return [first_launch(call, digits, arch), second]
+
+
+def first_launch(call: GemmCall, digits: Tensor, arch: Arch | None) -> _launcher.Launch:
+    """The launch that makes the digits of a's rows, normalised first if the call asks for it: a program a row."""
+    block = _layout.power_of_two(call.K)
+    early, options = _pdl.start_of(Config(num_warps=min(32, max(4, block // 512))), arch, _pdl.EARLY)
+    gain = call.a if call.norm_weight is None else call.norm_weight
+    return _launcher.Launch(
+        _digits_kernel,
+        (call.M,),
+        (call.a, gain, digits, call.K // BLOCK, _launch.row_stride(call) * call.a.itemsize // 16),
+        {
+            "NORMED": call.norm_weight is not None, "NORM_EPS": _launch.norm_eps(call), "PDL": _pdl.overlaps(arch),
+            "EARLY": early, "BLOCK": block,
         },
         options,
     )  # fmt: skip
@@ -109,18 +136,24 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         _launcher.replaced("gemm", WALKS, NAME)
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
+    size = size_of_digits(call)
+    before: Callable[..., Any] | None = None
     start: Callable[..., Any] | None = None
 
     def run(call: GemmCall) -> Tensor:
-        nonlocal start
-        addresses = call.a.data_ptr() | call.b.data_ptr()
+        nonlocal before, start
+        gain = call.norm_weight if call.norm_weight is not None else call.a
+        addresses = call.a.data_ptr() | call.b.data_ptr() | gain.data_ptr()
         if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, NAME):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
+        digits = torch.empty(size, dtype=torch.int8, device=device)
         bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
-        if start is None:
-            start = _launcher.starter(launch(call, y, config, arch), device)
-        start(call.a, call.b, y, bias, residual, scale_b)
+        if before is None or start is None:
+            first, second = launches(call, digits, y, config, arch)
+            before, start = _launcher.starter(first, device), _launcher.starter(second, device)
+        before(call.a, gain, digits)
+        start(digits, call.b, y, bias, residual, scale_b)
         return y
 
     return run

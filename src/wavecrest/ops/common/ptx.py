@@ -64,24 +64,10 @@ def _assembly(text: str, source: str, **names: str) -> Any:
     return tl.constexpr(text.replace("\n", " "))
 
 
-def _of_word(text: str, registers: int, **names: str) -> Any:
-    """The same of one word, each value in a register of 16 bits of its own, which the compiler leaves together."""
-    results = [f"r{i}" for i in range(registers)]
-    for i, name in enumerate(results):
-        text = text.replace(f"${i},", f"{name},")
-    parted = "".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {name};\n" for i, name in enumerate(results))
-    text = text.replace("{", f"{{\n.reg .b32 {', '.join(results)};", 1)
-    return _assembly(f"{text.removesuffix('}')}{parted}}}", str(2 * registers), **names)
-
-
 INT4_BF16 = _assembly(_SPREAD + _INT4, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
 INT4_FP16 = _assembly(_SPREAD + _INT4, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
 INT8_BF16 = _assembly(_SPREAD + _INT8_BF16, "2", ONE="0x3F803F80", OFF="0")
 INT8_FP16 = _assembly(_INT8_FP16, "2")
-INT4_WORD_BF16 = _of_word(_SPREAD + _INT4, 4, MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
-INT4_WORD_FP16 = _of_word(_SPREAD + _INT4, 4, MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
-INT8_WORD_BF16 = _of_word(_SPREAD + _INT8_BF16, 2, ONE="0x3F803F80", OFF="0")
-INT8_WORD_FP16 = _of_word(_INT8_FP16, 2)
 # the same of two pairs of bytes: the first bytes of both, and the second ones
 _OF_PAIRS = {"FIRST": "0x4240", "SECOND": "0x4341"}
 INT4_PAIRS_BF16 = _assembly(_SHIFT + _INT4, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
@@ -136,4 +122,14 @@ fma.rn.bf16x2 $2, y0, $7, none;
 fma.rn.bf16x2 $3, y1, $8, none;
 }""",
     "4",
+)
+# the eight values of a word as bytes with signs, 16 times the value less 8: in the low halves of bytes, in the high ones
+INT4_WORD = _assembly(
+    """{
+.reg .b32 x;
+shl.b32 x, $2, 4;
+lop3.b32 $0, x, 0xF0F0F0F0, 0x80808080, 0x6A;
+lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
+}""",
+    "2",
 )

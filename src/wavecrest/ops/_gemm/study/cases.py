@@ -203,10 +203,10 @@ def _words_cases(arch: Arch) -> dict[str, _launcher.Launch]:
     residual = torch.empty(8, 4096, dtype=fp16, device="meta")
     bias = torch.empty(4096, dtype=fp16, device="meta")
     own = {
-        "hopper words int4": int4(1, 6144, bf16),
+        "hopper words int4 norm": int4(1, 6144, bf16, norm_weight=torch.empty(4096, dtype=bf16, device="meta")),
         "hopper words int4 silu_and_mul": int4(1, 28672, bf16, activation="silu_and_mul"),
         "hopper words rows=8 int4 fp16 bias residual": int4(8, 4096, fp16, bias=bias, residual=residual),
-        "hopper words int8": _empty(1, 6144, 4096, bf16, torch.int8, scale_b=_scale(6144)),
+        "hopper words int8 long rows": _empty(1, 4096, 14336, bf16, torch.int8, scale_b=_scale(4096)),
         "hopper words rows=8 int8 fp16 bias residual": _empty(
             8, 4096, 4096, fp16, torch.int8, scale_b=_scale(4096), bias=bias, residual=residual
         ),
@@ -214,7 +214,11 @@ def _words_cases(arch: Arch) -> dict[str, _launcher.Launch]:
     cases = {}
     for name, what in own.items():
         chosen = _config.hopper_words_of(shape_of(key_of(what)), arch)
-        cases[name] = _words.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), chosen, arch)
+        digits = torch.empty(_words.size_of_digits(what), dtype=torch.int8, device="meta")
+        y = what.a.new_empty(what.shape, dtype=what.dtype)
+        first, cases[name] = _words.launches(what, digits, y, chosen, arch)
+        if name in ("hopper words int4 norm", "hopper words int8 long rows"):
+            cases[f"{name}, digits"] = first
     return cases
 
 

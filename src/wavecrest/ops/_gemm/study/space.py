@@ -416,10 +416,11 @@ def words_space(key: Key, arch: Arch) -> Iterator[Config]:
 
 
 def words_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    """The launch of a call on `triton_hopper_words`; see `KernelStudy`."""
+    """The launches of a call on `triton_hopper_words`; see `KernelStudy`."""
     if math.prod(call.shape) == 0:
         return []
-    return [_words.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
+    digits = torch.empty(_words.size_of_digits(call), dtype=torch.int8, device="meta")
+    return _words.launches(call, digits, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)
 
 
 def cdna_space(key: Key, arch: Arch) -> Iterator[Config]:
