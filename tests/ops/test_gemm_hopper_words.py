@@ -344,9 +344,10 @@ def test_refusals(call: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert launch_hopper_words.refusal(shaped()) is None and launch_hopper_words.refusal(shaped(format="int8")) is None
 
 
-def test_it_is_the_default_of_one_row_of_int4() -> None:
-    assert backend._opt_in_words(shaped()) is None
-    for other in (shaped(2), shaped(8), shaped(format="int8")):
+def test_it_is_the_default_of_up_to_two_rows_of_int4() -> None:
+    for few in (shaped(), shaped(2), shaped(norm_weight=torch.ones(512, dtype=BF16))):
+        assert backend._opt_in_words(few) is None
+    for other in (shaped(3), shaped(8), shaped(format="int8")):
         assert backend._opt_in_words(other) == "runs where a measured row names it"
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wavecrest.nn.deferred_norm import DeferredNorm, InOne
 from wavecrest.nn.functional import linear
 from wavecrest.nn.linear import Linear
 from wavecrest.ops import PackedWeight
+from wavecrest.ops import linear as linear_op
 
 Layer = nn.Linear | nn.Conv2d | Linear
 
@@ -63,6 +65,32 @@ class FusedWeights(nn.Module):
         self.dim = -3 if isinstance(first, nn.Conv2d) else -1
         # the input of the last wide call, and its result, under one name as two threads may run; None between forwards
         self.made: tuple[Tensor, Tensor] | None = None
+        # in a tuple, as the module is another's: a norm that leaves its work to this
+        self._norms: tuple[DeferredNorm, ...] = ()
+        self._with_norm = InOne()
+
+    @property
+    def norm(self) -> DeferredNorm | None:
+        """The norm that is applied to the input, if its module leaves that to the layer."""
+        return self._norms[0] if self._norms else None
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether wavecrest's dispatch chooses the kernel of the GEMM."""
+        return self.product_of is linear
+
+    def defer(self, norm: DeferredNorm) -> None:
+        """Apply `norm` to the input from now on."""
+        self._norms = (norm,)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result for rows of the weight, x [..., inputs] to [..., outputs]."""
+        norm = self.norm
+        if norm is None:
+            return self.product_of(x, weight, bias)
+        if self.dispatches and self._with_norm.of(x, weight, bias, None, norm):
+            return linear_op(x, weight, bias, norm_weight=norm.weight, norm_eps=norm.eps_of(x))
+        return self.product_of(norm.normed(x), weight, bias)
 
 
 class FusedSlice(nn.Module):
@@ -100,10 +128,10 @@ class FusedSlice(nn.Module):
         """x [..., in_features] to [..., out_features], a view of the wide result; of a convolution [B, C, H, W]."""
         fused = self.fused
         if self.first:
-            fused.made = x, fused.product_of(x, fused.weight, fused.bias)
+            fused.made = x, fused.product(x, fused.weight, fused.bias)
         made = fused.made
         if made is None or made[0] is not x:
-            return fused.product_of(x, self.weight, self.bias)
+            return fused.product(x, self.weight, self.bias)
         if self.last:
             # nothing outlives the forward
             fused.made = None

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wavecrest.dispatch.op import Op
-from wavecrest.errors import StepRefused, Unsupported
+from wavecrest.errors import StepRefused
+from wavecrest.nn.deferred_norm import InOne
 from wavecrest.nn.fused_weights import FusedSlice, FusedWeights
 from wavecrest.nn.hooks import plain
-from wavecrest.nn.precision import by_autocast, in_autocast
-from wavecrest.ops import PackedWeight, gelu_and_mul, linear, silu_and_mul
-from wavecrest.ops._gemm.backend import op
-from wavecrest.ops._gemm.call import linear_call
+from wavecrest.nn.precision import by_autocast
+from wavecrest.ops import gelu_and_mul, linear, silu_and_mul
 
 # (name, definition) of the activations the ops know
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,16 +38,13 @@ class GatedMLP(nn.Module):
         self.up_proj = up_proj
         self.down_proj = down_proj
         self.activation = activation
-        # what the last answer of `_in_one` was found for, and the answer
-        self._asked: tuple[object, ...] = ()
-        self._fuses = False
+        self._gated, self._normed = InOne(), InOne()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] to [..., hidden]."""
-        fused = self._halves()
-        if fused is not None and self._in_one(x, fused):
-            hidden = linear(*by_autocast(x, fused.weight, fused.bias), activation=f"{self.activation}_and_mul")
-        else:
+        fused = self.halves()
+        hidden = None if fused is None else self._in_one(x, fused)
+        if hidden is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
             if self.activation == "silu":
                 hidden = silu_and_mul(gate, up)
@@ -58,34 +53,25 @@ class GatedMLP(nn.Module):
         out: Tensor = self.down_proj(hidden)
         return out
 
-    def _halves(self) -> FusedWeights | None:
+    def _in_one(self, x: Tensor, fused: FusedWeights) -> Tensor | None:
+        """The product where the GEMM makes it, by a kernel with a measured row; None where it does not."""
+        activation, norm = f"{self.activation}_and_mul", fused.norm
+        if norm is not None and self._normed.of(x, fused.weight, fused.bias, activation, norm):
+            return linear(
+                x, fused.weight, fused.bias, activation=activation, norm_weight=norm.weight, norm_eps=norm.eps_of(x)
+            )
+        if not self._gated.of(x, fused.weight, fused.bias, activation):
+            return None
+        x = x if norm is None else norm.normed(x)
+        return linear(*by_autocast(x, fused.weight, fused.bias), activation=activation)
+
+    def halves(self) -> FusedWeights | None:
         """The layer whose halves are gate and up, in this order; None where they are no such halves."""
         gate, up = self.gate_proj, self.up_proj
         if not (plain(gate, FusedSlice) and plain(up, FusedSlice)) or gate.fused is not up.fused:
             return None
         halves = gate.start == 0 and gate.stop == up.start and up.stop == len(gate.fused.weight) == 2 * gate.stop
         return gate.fused if halves and gate.is_linear else None
-
-    def _in_one(self, x: Tensor, fused: FusedWeights) -> bool:
-        """True if a measured row names a kernel of wavecrest for GEMM and activation in one; kept until it may change.
-
-        False inside torch.compile, where a decision would be a constant of the graph for any number of rows.
-        """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return False
-        weight = fused.weight
-        memory = (weight.stored if isinstance(weight, PackedWeight) else weight).data_ptr()
-        asked = (Op.epoch, in_autocast(x), x.shape, x.stride(), x.dtype, x.device, memory)
-        if asked != self._asked:
-            call = linear_call(*by_autocast(x, fused.weight, fused.bias), activation=f"{self.activation}_and_mul")
-            try:
-                found = op.decide(call)
-                self._fuses = found.own_kernel and found.source != "default"
-            except Unsupported:
-                # strict mode: a call without a measured row is an error, and this one need not be made
-                self._fuses = False
-            self._asked = asked
-        return self._fuses
 
     @classmethod
     def from_module(cls, module: nn.Module) -> GatedMLP:

@@ -136,9 +136,10 @@ def _is_amd() -> bool:
 
 
 def _opt_in_words(call: GemmCall) -> str | None:
-    # of one row and 4-bit values: 8.2, 7.2, 24.1 and 17.4 µs a layer's GEMMs of Llama 3.1 8B, in place of 9.9, 7.4,
-    # 34.3 and 18.9 (H200, 2026-11-28, no record). More rows of int4 were not timed; of int8 others won ten of 12 keys
-    return None if call.form == "int4" and row_bucket(call.M) == 1 else MEASURED
+    # of 4-bit values: 7.1, 6.0, 22.6 and 13.1 µs for the GEMMs of a layer of Llama 3.1 8B and one row, where the GEMVs
+    # take 10.7 to 23 (H200, 2026-11-29, no record). Of four rows the best tiles are as fast. Of int8 and one row GEMVs
+    # are faster when timed alone, by 10 to 30 % (2026-11-29_tune_llm_quantized.jsonl.gz)
+    return None if call.form == "int4" and row_bucket(call.M) <= 2 else MEASURED
 
 
 def _opt_in_blocks(call: GemmCall) -> str | None:

@@ -246,16 +246,12 @@ def hopper_words(columns: int = 16, warps: int = 4, ahead: int = 4, early: int =
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
     """The one for a call: the fastest or within 6 % of it for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29).
 
-    Less is loaded ahead where programs alone fill the units, and more warps share K where there are few programs. More
-    than two rows need more registers.
+    Less is loaded ahead where gate and up are, or where more than two rows need the registers, and more warps share K
+    where there are few programs.
     """
-    tiles = _layout.ceil_div(shape.columns, 16)
-    if tiles >= 6 * _units(arch):
-        return hopper_words(ahead=1)
-    few = tiles <= 2 * _units(arch)
-    return hopper_words(
-        warps=8 if few and (shape.K >= 8192 or shape.b_bits == 8) else 4, ahead=4 if shape.rows <= 2 else 2
-    )
+    few = _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch)
+    warps = 8 if few and (shape.K >= 8192 or shape.b_bits == 8) else 4
+    return hopper_words(warps=warps, ahead=1 if shape.gated else 4 if shape.rows <= 2 else 2)
 
 
 def _few_rows(shape: Shape, units: int, steps: int, halves: int) -> Config:

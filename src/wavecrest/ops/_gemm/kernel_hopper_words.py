@@ -39,7 +39,7 @@ def _values(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _nibbles(word):  # type: ignore[no-untyped-def]
-    """The eight values of each word less 8, times 16, as bytes: of the low halves of its bytes, and of the high ones."""
+    """The eight values of each word less 8, times 16, as bytes: of its bytes' low halves, and of the high ones."""
     low, high = gl.inline_asm_elementwise(INT4_WORD, "=r,=r,r", [word], (gl.int32, gl.int32), is_pure=True, pack=1)
     return low, high
 
@@ -182,9 +182,8 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 x_high = gl.load(rows + (block_a * BLOCK + 32), mask=in_a & (block_a < blocks), other=0)
             for half in gl.static_range(HALVES):
-                word = now[HALVES * i + half]
                 if INT4:
-                    low, high = _nibbles(word)
+                    low, high = _nibbles(now[HALVES * i + half])
                     part = mma(_values(low, VALUES), x_low, whole)
                     part = mma(_values(high, VALUES), x_high, part)
                     part = (part.to(gl.float32, bitcast=True) - WHOLE) * scale[HALVES * i + half]
@@ -193,9 +192,9 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
                     else:
                         acc_up += part
                 elif half == 0:
-                    acc = mma(_values(word, VALUES), x_low, acc)
+                    acc = mma(_values(now[HALVES * i + half], VALUES), x_low, acc)
                 else:
-                    acc_up = mma(_values(word, VALUES), x_low, acc_up)
+                    acc_up = mma(_values(now[HALVES * i + half], VALUES), x_low, acc_up)
         now = later
         scale = scale_later
     pdl_launch_dependents(PDL)

@@ -1,4 +1,4 @@
-"""The launches for sm_90 of few rows and packed weights, and when they are refused: a's digits, and the GEMM of those."""
+"""The launches for sm_90 of few rows and packed weights, a's digits and the GEMM of those, and their refusals."""
 
 from __future__ import annotations
 

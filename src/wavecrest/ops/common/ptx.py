@@ -123,7 +123,7 @@ fma.rn.bf16x2 $3, y1, $8, none;
 }""",
     "4",
 )
-# the eight values of a word as bytes with signs, 16 times the value less 8: in the low halves of bytes, in the high ones
+# the eight values of a word as bytes with signs, 16 times the value less 8: of the bytes' low halves, of the high ones
 INT4_WORD = _assembly(
     """{
 .reg .b32 x;

@@ -33,6 +33,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.fuse_add_norm import FuseAddNorm
     from wavecrest.optimizer.steps.fuse_append import FuseAppend
     from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseParallel, FuseQKV
+    from wavecrest.optimizer.steps.fuse_norm import FuseNorm
     from wavecrest.optimizer.steps.fuse_residual import FuseResidual
     from wavecrest.optimizer.steps.join_ties import JoinTies
     from wavecrest.optimizer.steps.pack_heads import PackHeads
@@ -83,6 +84,7 @@ def _steps() -> dict[str, Step]:
         FuseAppend(),
         FuseResidual(),
         FuseAddNorm(),
+        FuseNorm(),
         TuneLaunches(),
         JoinTies(step_by_id),
         *fusion_steps(),

@@ -126,6 +126,16 @@ class Folded(Params):
         return [path for pair in self.pairs for path in pair]
 
 
+class Readers(Params):
+    """[norm, reader]: RMS norms, and the layers that compute them."""
+
+    pairs: Annotated[list[Annotated[Modules, Field(min_length=2, max_length=2)]], Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The norms and layers."""
+        return [path for pair in self.pairs for path in pair]
+
+
 class Masks(Params):
     """Models whose masks are not written out while they are traced (`graphs.masks`), and the root's padding mask."""
 

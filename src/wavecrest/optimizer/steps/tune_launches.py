@@ -80,7 +80,7 @@ class TuneLaunches(Step):
     tried_after = (
         "capture", "quantize", "fuse_qkv", "fuse_gate_up", "fuse_parallel", "route_linear", "choose_linear",
         "replace_attention", "replace_norm", "replace_activation", "replace_rotary", "fuse_append", "fuse_residual",
-        "fuse_add_norm", "join_ties",
+        "fuse_add_norm", "fuse_norm", "join_ties",
     )  # fmt: skip
 
     def looks_long(self, device: Device) -> bool:
