@@ -238,9 +238,13 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
     return hopper_blocks(halves=halves, group=16)
 
 
-def hopper_words(columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1) -> Config:
-    """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time."""
-    return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1)
+def hopper_words(columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1, registers: int = 0) -> Config:
+    """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time.
+
+    `registers`: of a thread at most, 0 for as many as the compiler takes.
+    """
+    limit = {"maxnreg": registers} if registers else {}
+    return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1, **limit)
 
 
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
@@ -251,7 +255,10 @@ def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
     """
     few = _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch)
     warps = 8 if few and (shape.K >= 8192 or shape.b_bits == 8) else 4
-    return hopper_words(warps=warps, ahead=1 if shape.gated else 4 if shape.rows <= 2 else 2)
+    if shape.gated:
+        # seven programs a unit, where the compiler's 96 registers leave room for five
+        return hopper_words(warps=warps, ahead=1, registers=72 if shape.rows <= 2 and warps == 4 else 0)
+    return hopper_words(warps=warps, ahead=4 if shape.rows <= 2 else 2)
 
 
 def _few_rows(shape: Shape, units: int, steps: int, halves: int) -> Config:

@@ -19,6 +19,11 @@ ONE, LEAST, INFINITE = tl.constexpr(127), tl.constexpr(30), tl.constexpr(0x7F800
 BITS = tl.constexpr(29)
 
 
+@triton.jit
+def _sum_and_largest(sum0, largest0, sum1, largest1):  # type: ignore[no-untyped-def]
+    return sum0 + sum1, tl.maximum(largest0, largest1)
+
+
 @triton.jit(do_not_specialize=["blocks", "stride_am"])
 def _digits_kernel(  # type: ignore[no-untyped-def]
     a, gain_ptr, digits_ptr, blocks, stride_am,
@@ -34,14 +39,22 @@ def _digits_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK)
     inside = k < K
     pdl_launch_dependents(PDL)
+    if NORMED:
+        # it is nobody's result
+        gain = tl.load(gain_ptr + k, mask=inside, other=0.0)
     pdl_wait(EARLY > 0)
     x = tl.load(a + row.to(tl.int64) * stride_am * 8 + k, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if NORMED:
-        factor = tl.rsqrt(tl.sum(x * x, 0) / tl.cast(K, tl.float32) + NORM_EPS)
-        x *= tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    size = magnitude(x)
-    most = tl.max(size, 0)
+        squares = x * x
+        x *= gain.to(tl.float32)
+        size = magnitude(x)
+        # in one exchange between warps
+        total, most = tl.reduce((squares, size), 0, _sum_and_largest)
+        factor = tl.rsqrt(total / tl.cast(K, tl.float32) + NORM_EPS)
+    else:
+        size = magnitude(x)
+        most = tl.max(size, 0)
     finite = most < INFINITE
     exponent = tl.maximum(most >> 23, LEAST)
     # 2^BITS and 2^-BITS over the power of two below the largest
