@@ -253,11 +253,11 @@ def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
     Less is loaded ahead where gate and up are, or where more than two rows need the registers, and more warps share K
     where there are few programs.
     """
-    few = _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch)
-    warps = 8 if few and (shape.K >= 8192 or shape.b_bits == 8) else 4
+    warps = 8 if _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch) else 4
     if shape.gated:
-        # seven programs a unit, where the compiler's 96 registers leave room for five
-        return hopper_words(warps=warps, ahead=1, registers=72 if shape.rows <= 2 and warps == 4 else 0)
+        # seven programs a unit, where the compiler's 96 registers leave room for five; of int8 it would spill
+        least = shape.b_bits == 4 and shape.rows <= 2 and warps == 4
+        return hopper_words(warps=warps, ahead=1, registers=72 if least else 0)
     return hopper_words(warps=warps, ahead=4 if shape.rows <= 2 else 2)
 
 
