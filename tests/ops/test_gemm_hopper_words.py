@@ -309,7 +309,7 @@ def test_digits_of_what_is_no_number(device: str) -> None:
 
 
 def test_the_smallest_numbers(device: str) -> None:
-    """Of a row below 2^-97 the smallest normal number is a unit."""
+    """The smallest normal number is the unit of a row below 2^-97."""
     x = torch.zeros(2, 128, dtype=BF16, device=device)
     x[0, :3] = torch.tensor([2.0**-120, -(2.0**-126), 2.0**-130])
     x[1, 0] = torch.finfo(BF16).max

@@ -27,8 +27,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, check
 from wavecrest.ops._gemm.key import KEY_FIELDS, key_of, shape_of
-from wavecrest.ops._gemm.reference import reference
-from wavecrest.ops.rows.rms_norm import rms_norm
+from wavecrest.ops._gemm.reference import reference, values_of_a
 
 # below PyTorch's: a library's GEMM is the default until a measured row says otherwise
 PRIORITY = 5
@@ -187,8 +186,7 @@ def _portable_normed(call: GemmCall) -> Callable[[GemmCall], Tensor]:
     run = _portable(call._replace(norm_weight=None))
 
     def normed(call: GemmCall) -> Tensor:
-        assert call.norm_weight is not None
-        return run(call._replace(a=rms_norm(call.a, call.norm_weight, call.norm_eps), norm_weight=None))
+        return run(call._replace(a=values_of_a(call).to(call.a.dtype), norm_weight=None))
 
     return normed
 

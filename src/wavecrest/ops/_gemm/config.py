@@ -258,7 +258,7 @@ def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
         # seven programs a unit, where the compiler's 96 registers leave room for five; of int8 it would spill
         least = shape.b_bits == 4 and shape.rows <= 2 and warps == 4
         return hopper_words(warps=warps, ahead=1, registers=72 if least else 0)
-    return hopper_words(warps=warps, ahead=4 if shape.rows <= 2 else 2)
+    return hopper_words(warps=warps, ahead=4 if shape.rows <= 2 else 2 if shape.rows <= 4 else 1)
 
 
 def _few_rows(shape: Shape, units: int, steps: int, halves: int) -> Config:
