@@ -63,6 +63,7 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     bf16, int8, fp8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
     token = step.study.inputs(1, 8, 256, bf16, "meta")._replace(in_place=True)
     words = SKINNY | {"BLOCK_K": 1024, "num_stages": 1}
+    streamed = {"BLOCK_N": 16, "AHEAD": 4, "num_warps": 4, "num_stages": 1}
     described = TILE | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1}
     cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
         ("rows", gemm, "triton_gemv", SKINNY, product(1, 4096, 4096, bf16)),
@@ -73,6 +74,7 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
         ("gated tiles", gemm, "triton", TILE | {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 0}, product(16, 4096, 4096, fp8)),
         ("descriptors", gemm, "triton", described, product(1024, 4096, 4096, bf16)),
         ("words", gemm, "triton_gemv", words, product(1, 4096, 4096, torch.uint8, "int4")),
+        ("digits", gemm, "triton_hopper_words", streamed, normed(product(1, 4096, 4096, torch.uint8, "int4"))),
         ("step", step, "triton", step.config_of("triton", step.key(token)).kwargs, token),
     ]
     found = []

@@ -27,7 +27,7 @@ SECOND = (
 EARLY = (
     "rows _multiply_kernel", "gated rows _multiply_kernel", "normed rows _multiply_kernel", "tiles _tile_kernel",
     "gated tiles _tile_kernel", "descriptors _tile_kernel", "words _words_kernel", "normed words _words_kernel",
-    "step _mlstm_step_kernel", "norm _row_kernel",
+    "digits _digits_kernel", "step _mlstm_step_kernel", "norm _row_kernel",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ WRITTEN = {
     "_sum_kernel": {"c_ptr"},
     "_multiply_kernel": {"c_ptr", "part_ptr"},
     "_words_kernel": {"c_ptr", "part_ptr"},
+    "_digits_kernel": {"digits_ptr"},
     "_join_kernel": {"c_ptr"},
     "_flash_attention_kernel": {"o_ptr", "lse_ptr"},
     "_short_attention_kernel": {"o_ptr"},

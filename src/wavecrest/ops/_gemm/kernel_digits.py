@@ -7,6 +7,7 @@ with weights of 8 bits or fewer, and adds products exactly; float32 adds what th
 
 from __future__ import annotations
 
+from wavecrest.ops._gemm.kernel import fetch_columns
 from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.triton import tl, triton
 
@@ -39,15 +40,15 @@ def _digits_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK)
     inside = k < K
     pdl_launch_dependents(PDL)
-    if NORMED:
-        # it is nobody's result
-        gain = tl.load(gain_ptr + k, mask=inside, other=0.0)
+    if NORMED and EARLY:
+        start = gain_ptr + tl.zeros([1, 1], tl.int32)
+        fetch_columns(start, tl.full([1, 1], True, tl.int1), 0, K, BLOCK)
     pdl_wait(EARLY > 0)
     x = tl.load(a + row.to(tl.int64) * stride_am * 8 + k, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if NORMED:
         squares = x * x
-        x *= gain.to(tl.float32)
+        x *= tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
         size = magnitude(x)
         # in one exchange between warps
         total, most = tl.reduce((squares, size), 0, _sum_and_largest)
