@@ -186,6 +186,14 @@ CASES: dict[str, Case] = {
     "fuse_add_norm": Case(
         language("Bert"), tokens, [("fuse_add_norm", {"sites": ["encoder.layer.0.output"]})],
     ),
+    "fuse_norm": Case(
+        language("Llama"), tokens,
+        [
+            ("replace_norm", {"sites": NORMS}), ("fuse_qkv", {"groups": QKV}),
+            ("route_linear", {"sites": [QKV[0][0]]}),
+            ("fuse_norm", {"pairs": [["model.layers.0.input_layernorm", QKV[0][0]]]}),
+        ],
+    ),
     "tune_launches": of_llama(
         "tune_launches",
         rows=[

@@ -248,17 +248,14 @@ def hopper_words(columns: int = 16, warps: int = 4, ahead: int = 4, early: int =
 
 
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
-    """The one for a call: the fastest or within 6 % of it for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29).
+    """The one for a call: the fastest or within 6 % of it for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29,
+    no record).
 
     Less is loaded ahead where gate and up are, or where more than two rows need the registers, and more warps share K
     where there are few programs.
     """
     warps = 8 if _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch) else 4
-    if shape.gated:
-        # seven programs a unit, where the compiler's 96 registers leave room for five; of int8 it would spill
-        least = shape.b_bits == 4 and shape.rows <= 2 and warps == 4
-        return hopper_words(warps=warps, ahead=1, registers=72 if least else 0)
-    return hopper_words(warps=warps, ahead=4 if shape.rows <= 2 else 2 if shape.rows <= 4 else 1)
+    return hopper_words(warps=warps, ahead=1 if shape.gated or shape.rows > 4 else 4 if shape.rows <= 2 else 2)
 
 
 def _few_rows(shape: Shape, units: int, steps: int, halves: int) -> Config:
