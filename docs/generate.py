@@ -275,16 +275,24 @@ def speed_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# bytes of a value of b, by how the name of its type begins; 4 bits are packed as uint8
+_BYTES = {
+    "int4": 0.5, "mxfp4": 0.5, "uint8": 0.5, "int8": 1.0, "fp8": 1.0, "float8": 1.0, "fp32": 4.0, "float32": 4.0,
+}  # fmt: skip
+
+
 def _rate(case: str, us: float) -> str:
     """Bandwidth of reading b for up to 64 rows, else arithmetic; from a case's M×N×K and kind."""
     shape, _, kind = case.partition(" ")
     rows, columns, steps = map(int, shape.split("x"))
+    words = kind.removeprefix("weight ").split()
+    if any(word.startswith("activation=") and word.endswith("_and_mul") for word in words):
+        # N is the result's: b has gate and up
+        columns *= 2
     if rows > 64:
         return f"{2 * rows * columns * steps / us / 1e6:,.0f} TFLOP/s"
-    sizes = {
-        "weight int8": 1.0, "weight fp8": 1.0, "weight int4": 0.5, "weight mxfp4": 0.5, "int8": 1.0, "fp8": 1.0,
-    }  # fmt: skip
-    size = next((size for name, size in sizes.items() if kind.startswith(name)), 2.0)
+    of_b = next((word.removeprefix("b=") for word in words if word.startswith("b=")), words[0] if words else "")
+    size = next((size for name, size in _BYTES.items() if of_b.startswith(name)), 2.0)
     return f"{columns * steps * size / us / 1e3:,.0f} GB/s"
 
 

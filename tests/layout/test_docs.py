@@ -29,6 +29,18 @@ def test_page_is_up_to_date(generator: ModuleType, page: str) -> None:
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generator.PAGES[page](), "run scripts/docs"
 
 
+def test_the_rate_of_a_product_is_by_the_bytes_of_b(generator: ModuleType) -> None:
+    for kind, size in (
+        ("bf16", 2.0), ("fp32", 4.0), ("weight int4", 0.5), ("weight fp8", 1.0), ("uint8 norm", 0.5),
+        ("bf16 b=uint8 form=int4 group=128", 0.5), ("bf16 b=int8 form=plain", 1.0),
+    ):  # fmt: skip
+        assert generator._rate(f"1x1000x4000 {kind}", 1.0) == f"{4000 * size:,.0f} GB/s", kind
+    # N is the result's, or that of b where the case says gated
+    assert generator._rate("1x1000x4000 bf16 activation=silu_and_mul", 1.0) == "16,000 GB/s"
+    assert generator._rate("1x1000x4000 uint8 gated", 1.0) == "2,000 GB/s"
+    assert generator._rate("100x1000x4000 bf16 activation=silu_and_mul", 1.0) == "1,600 TFLOP/s"
+
+
 def test_columns_of_the_speed_page_are_by_what_limits_a_case(generator: ModuleType) -> None:
     case = {
         "case": "2x4", "us": 8.0, "ci": [7.0, 9.0], "backend": "triton", "copy_us": 4.0, "percent_of_copy": 40.0,

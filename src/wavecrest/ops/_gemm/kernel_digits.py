@@ -1,8 +1,9 @@
 """Rows of floats as whole numbers of four digits of 8 bits, for GEMMs on matrix instructions of 8-bit whole numbers.
 
-A row's values are n · 2^e with one e, cut off at 2^-30 of the largest: of a 16-bit type all that are above 2^-22 of it
-are exact. n is d0 + 256 d1 + 256² d2 + 256³ d3 with digits from -128 to 127. The matrix unit multiplies each digit
-with weights of 8 bits or fewer, and adds products exactly; float32 adds what the digits are worth.
+A row's values are n · 2^e with one e, cut off at less than 2^-29 of the largest: all above 2^-22 of it are exact in
+bfloat16, all above 2^-19 in float16. n is d0 + 256 d1 + 256² d2 + 256³ d3 with digits from -128 to 127. The matrix
+unit multiplies each digit with weights of 8 bits or fewer, and adds products exactly; float32 adds what the digits are
+worth.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ lanes. Of `num_warps` warps each takes every num_warps-th block of K; their sums
 
 from __future__ import annotations
 
+from wavecrest.ops._gemm.kernel_digits import DIGITS
 from wavecrest.ops.common.activation import activate
 from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.ptx import INT4_WORD
 from wavecrest.ops.common.triton import gl, gluon, mma
 
-# columns of K of a step of a warp, and digits of a number
+# columns of K of a step of a warp
 BLOCK = gl.constexpr(128)
-DIGITS = gl.constexpr(4)
 # values of K that a lane holds side by side
 WIDTH = gl.constexpr(16)
 # a float32 whose last bit is 1: a whole number that is added to its bits is added to it. Sums of a block's products

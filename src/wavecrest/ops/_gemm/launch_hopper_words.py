@@ -19,6 +19,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GemmCall, kinds
+from wavecrest.ops._gemm.kernel_digits import DIGITS as _DIGITS
 from wavecrest.ops._gemm.kernel_digits import _digits_kernel
 from wavecrest.ops._gemm.kernel_hopper_words import _hopper_words_kernel
 
@@ -29,7 +30,7 @@ ROWS, BLOCK = 8, 128
 # the longest row: a program of `_digits_kernel` holds one
 MOST_K = 65_536
 # digits of a number, bytes of what they are worth, and columns that the matrix unit multiplies at a time
-DIGITS, WORTH, COLUMNS = 4, 4, 8
+DIGITS, WORTH, COLUMNS = int(_DIGITS), 4, 8
 
 
 def refusal(call: GemmCall) -> str | None:
