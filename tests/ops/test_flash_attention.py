@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -960,6 +960,26 @@ def _view(call: dict[str, Any], which: int, shape: tuple[int, ...], device: str)
     return x[tuple(slice(None, None, step) for step in steps)]
 
 
+# one key far below its sink: weights in float16 that are subnormal, rounded to multiples of 2⁻²⁴
+FAR_BELOW = {
+    "lengths": [(50, 1), (0, 0), (0, 1)],
+    "packed": True,
+    "heads": (4, 2),
+    "columns": (5, 16),
+    "dtype": torch.float16,
+    "order": [range(4)] * 3,
+    "steps": [(1, 1, 1, 1)] * 3,
+    "options": {"causal": False, "window": (-1, -1), "softmax_scale": None, "softcap": 0.0},
+    "bias": torch.float32,
+    "broadcast": (False, False, True, False),
+    "alibi": 1,
+    "sinks": True,
+    "config": SMALL,
+    "seed": 97,
+}
+
+
+@example(FAR_BELOW)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_any_call(drawn: dict[str, Any]) -> None:
