@@ -174,6 +174,10 @@ def _bytes_of(values: list[Tensor]) -> Tensor:
     return word.int()
 
 
+def _four_words(at: gluon.Pointer, mask: Tensor) -> tuple[Tensor, ...]:
+    return tuple((at + i).load(mask) for i in range(4))
+
+
 def digits_of(call: GemmCall) -> Tensor:
     """As `_digits_kernel` makes them, by division in whole numbers of 64 bits."""
     x = reference.values_of_a(call).double()
@@ -195,7 +199,7 @@ def stand_in(call: GemmCall, config: Config, **planted: str) -> Tensor:
     kernels = gluon.Kernels(
         Path(kernel_hopper_words.__file__), planted,
         activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.int() @ b.int(), INT4_WORD=_of_int4, DIGITS=4,
-        pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
+        load_past_l1=_four_words, pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
     )  # fmt: skip
     constants = {key: value for key, value in config.kwargs.items() if key not in ("num_stages", "EARLY")}
     args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in second.args]
@@ -253,7 +257,7 @@ def test_the_kernels_own_text(shape: tuple[int, ...], config: Config, format: st
         ("int8", ".to(gl.float32) * worth", ".to(gl.float32)"),
         ("int8", "// DIGITS, DIGITS]), axis=2)", "// DIGITS, DIGITS]).flip(1), axis=2)"),
         ("int4", "worths + digit", "worths + digit % 4"),
-        ("int4", "mask=in_b & (block < blocks)", "mask=in_b & (block < blocks - 1)"),
+        ("int4", "in_b & (block < blocks)", "in_b & (block < blocks - 1)"),
         ("int4", "mask = mask & (out_rows < M)", "mask = mask & (out_rows < M - 1)"),
     ],
 )  # fmt: skip

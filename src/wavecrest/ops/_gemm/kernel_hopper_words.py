@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from wavecrest.ops._gemm.kernel_digits import DIGITS
 from wavecrest.ops.common.activation import activate
-from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
+from wavecrest.ops.common.device import load_past_l1, pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.ptx import INT4_WORD
 from wavecrest.ops.common.triton import gl, gluon, mma
 
@@ -35,6 +35,14 @@ def _values(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     v3 = (word >> 24).to(gl.int8)
     four = gl.join(gl.join(v0, v2), gl.join(v1, v3))
     return gl.convert_layout(gl.reshape(four, [word.shape[0], word.shape[1], 4 * word.shape[2]]), LAYOUT)
+
+
+@gluon.jit
+def _words(chunks, inside, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Four words of each address that is `inside`, words behind words."""
+    w0, w1, w2, w3 = load_past_l1(chunks, inside)
+    four = gl.join(gl.join(w0, w2), gl.join(w1, w3))
+    return gl.convert_layout(gl.reshape(four, [w0.shape[0], w0.shape[1], 4 * w0.shape[2]]), LAYOUT)
 
 
 @gluon.jit
@@ -108,18 +116,24 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
         [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         OF_WARPS, [], [num_warps, BLOCK_N, WORDS],
     )  # fmt: skip
+    # of the first of each four
+    CHUNKS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 8, 0]] + ([] if INT4 else [[0, 0, 4]]) + MORE_N,
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        OF_WARPS, [], [num_warps, BLOCK_N, WORDS // 4],
+    )  # fmt: skip
     first = gl.program_id(0) * BLOCK_N
     # of b's words
     warp = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, AS_LOADED))), 1), 2
+        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, CHUNKS))), 1), 2
     )
     column = gl.expand_dims(
-        gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, AS_LOADED))), 0), 2
+        gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, CHUNKS))), 0), 2
     )
-    place = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, AS_LOADED))), 0), 0
+    chunk = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, CHUNKS))), 0), 0
     )
-    words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (column.to(gl.int64) * stride_bn * 4 + place)
+    words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (column.to(gl.int64) * stride_bn + chunk) * 4
     in_b = column < N
     up = N.to(gl.int64) * stride_bn * 4
     # of digits: the columns of K in the order of the words
@@ -155,7 +169,7 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
         block = warp + i * num_warps
         block_s = warp_s + i * num_warps
         for half in gl.static_range(HALVES):
-            now = now + (gl.load(words + (half * up + block * WORDS), mask=in_b & (block < blocks), other=0),)  # type: ignore[assignment]
+            now = now + (_words(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
             if INT4:
                 scale = scale + (  # type: ignore[assignment]
                     gl.load(scales + (half * up_s + block_s), mask=in_s & (block_s < blocks), other=0.0),
@@ -170,7 +184,7 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
             block = warp + ((step + 1) * AHEAD + i) * num_warps
             block_s = warp_s + ((step + 1) * AHEAD + i) * num_warps
             for half in gl.static_range(HALVES):
-                later = later + (gl.load(words + (half * up + block * WORDS), mask=in_b & (block < blocks), other=0),)  # type: ignore[assignment]
+                later = later + (_words(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
                 if INT4:
                     scale_later = scale_later + (  # type: ignore[assignment]
                         gl.load(scales + (half * up_s + block_s), mask=in_s & (block_s < blocks), other=0.0),
