@@ -192,7 +192,22 @@ def _multiplied(outstanding: int, deps: list[Any]) -> Any:
 def _allocate(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
     if dtype == torch.int64:
         return Barriers(shape[0])
-    return Tile(torch.full(shape, float("nan"), dtype=dtype))
+    return Tile(torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype))
+
+
+def _bits(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Pointer):
+        return x.to(dtype, True)
+    # places have 64 bits here, and 32 there
+    return (x.int() if x.dtype == torch.int64 and dtype == torch.float32 else x).view(dtype)
+
+
+def _reduced(values: tuple[Tensor, ...], axis: int, combine: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One value of each dimension that is a power of two, in pairs."""
+    while values[0].shape[axis] > 1:
+        low, high = zip(*(x.chunk(2, axis) for x in values), strict=True)
+        values = combine(*low, *high)
+    return tuple(x.squeeze(axis) for x in values)
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
@@ -262,7 +277,7 @@ class Kernels:
         others = [SHARED] if beside is None else [SHARED, beside]
         for one, source in (*((other, other.read_text(encoding="utf-8")) for other in others), (path, text)):
             # what is imported is here already
-            source = re.sub(r"^(from|import) wavecrest.*\n", "", source, flags=re.MULTILINE)
+            source = re.sub(r"^(from|import) wavecrest[^(\n]*(\([^)]*\))?\n", "", source, flags=re.MULTILINE)
             tree = ast.fix_missing_locations(_Functional().visit(ast.parse(source)))
             exec(compile(tree, str(one), "exec"), self._names)
 
@@ -299,7 +314,9 @@ class Kernels:
             expand_dims=Tensor.unsqueeze, DotOperandLayout=layout, DistributedLinearLayout=layout, int32=torch.int32,
             float16=torch.float16, bfloat16=torch.bfloat16, pointer_type=lambda dtype: dtype,
             join=lambda a, b: torch.stack((a, b), -1), reshape=Tensor.reshape, permute=Tensor.permute,
-            sum=lambda x, axis: x.sum(axis),
+            SwizzledSharedLayout=layout, maximum=torch.maximum, max=lambda x, axis: x.amax(axis), rsqrt=torch.rsqrt,
+            reduce=_reduced, sum=lambda x, axis: x.sum(axis),
+            where=lambda *given: torch.where(given[0], *map(number, given[1:])),
             inline_asm_elementwise=lambda text, _constraints, args, _types, **_how: text(*args),
         )  # fmt: skip
         hopper = SimpleNamespace(
@@ -310,6 +327,7 @@ class Kernels:
         return {
             "gl": gl, "gluon": gluon, "hopper": hopper, "load_tile": _load_tile, "store_tile": _store_tile,
             "range": numbers, "_halves": lambda x: x.unbind(-1),
-            "_bits": lambda x, dtype: x.to(dtype, True) if isinstance(x, Pointer) else x.view(dtype),
+            "_bits": _bits,
+            "in_order": lambda tiles, _layout: tiles,
             "in_units": lambda tiles, *shape_and_layout: Tile(tiles.data.view(shape_and_layout[:-1])),
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,9 +20,9 @@ from tests.ops.op_harness import same_bits, shape_id
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.hardware import ARCHS
+from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops import pack
-from wavecrest.ops._gemm import backend, kernel_hopper_words, launch_hopper_words, reference
+from wavecrest.ops._gemm import backend, kernel_hopper_row, kernel_hopper_words, launch_hopper_words, reference
 from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GATED, GemmCall, linear_call
@@ -181,32 +182,49 @@ def _four_words(at: gluon.Pointer, mask: Tensor) -> tuple[Tensor, ...]:
     return tuple((at + i).load(mask) for i in range(4))
 
 
-def digits_of(call: GemmCall) -> Tensor:
-    """As `_digits_kernel` makes them, by division in whole numbers of 64 bits."""
-    x = reference.values_of_a(call).double()
-    most = x.abs().amax(dim=1, keepdim=True)
-    unit = 2.0 ** (most.clamp_min(2.0**-97).log2().floor() - 29)
-    number = (x / unit).trunc().long()
+def in_units(x: Tensor, most: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Digits of values and the unit they are in, by division in whole numbers of 64 bits."""
+    unit = 2.0 ** (most.double().clamp_min(2.0**-97).log2().floor() - 29)
+    number = (x.double() / unit).trunc().long()
     digits = []
     for _ in range(4):
         digits.append((number + 128) % 256 - 128)
         number = (number - digits[-1]) // 256
+    return digits, unit
+
+
+def _numbers_of(x: Tensor, _size: Tensor, most: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    digits, unit = in_units(x, most.view(F32))
+    word = torch.zeros_like(digits[0])
+    for i, one in enumerate(digits):
+        word = word | (one & 255) << (8 * i)
+    return word.int(), unit.float(), unit.float()
+
+
+def digits_of(call: GemmCall) -> Tensor:
+    """As `_digits_kernel` makes them."""
+    x = reference.values_of_a(call)
+    digits, unit = in_units(x, x.abs().amax(dim=1, keepdim=True))
     worth = torch.cat([unit * 256.0**i for i in range(4)], dim=1).float().contiguous()
     return torch.cat([torch.stack(digits, dim=1).to(torch.int8).flatten(), worth.flatten().view(torch.int8)])
 
 
-def stand_in(call: GemmCall, config: Config, **planted: str) -> Tensor:
+def stand_in(call: GemmCall, config: Config, arch: Arch = SM_90, **planted: str) -> Tensor:
     """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
     y = torch.full(call.shape, math.nan, dtype=call.dtype)
-    _, second = launch_hopper_words.launches(call, digits_of(call), y, config, SM_90)
+    *_, second = launch_hopper_words.launches(call, digits_of(call), y, config, arch)
+    row, words = Path(kernel_hopper_row.__file__), Path(kernel_hopper_words.__file__)
+    source = {"path": row, "beside": words} if launch_hopper_words.stays(config) else {"path": words}
     kernels = gluon.Kernels(
-        Path(kernel_hopper_words.__file__), planted,
+        planted=planted, **source,
         activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.int() @ b.int(), INT4_WORD=_of_int4, DIGITS=4,
         load_past_l1=_four_words, pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
+        magnitude=lambda x: x.view(torch.int32) & 0x7FFFFFFF, numbers_of=_numbers_of, prefetch_l2=lambda *_: None,
     )  # fmt: skip
-    constants = {key: value for key, value in config.kwargs.items() if key not in ("num_stages", "EARLY")}
+    of_launch = ("num_stages", "EARLY", "RESIDENT", "maxnreg")
+    constants = {key: value for key, value in config.kwargs.items() if key not in of_launch}
     args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in second.args]
-    kernels.run("_hopper_words_kernel", second.grid[0], *args, **second.constants, **constants)
+    kernels.run(second.kernel.__name__, second.grid[0], *args, **second.constants, **constants)
     return y
 
 
@@ -242,6 +260,58 @@ def test_the_kernels_own_text(shape: tuple[int, ...], config: Config, format: st
     for call in calls(*shape, format, "cpu"):
         # values of 4 and 8 bits are exact in both types
         assert right(stand_in(call, config), call)
+
+
+# a step and several of a tile; a tile and several of a program; more programs than tiles, rows and columns that fill
+# nothing; long rows, whose digits are made in parts
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "config", "units"),
+    [
+        ((1, 8, 128), configs.hopper_words(8, 4, 1, resident=1), 132),
+        ((1, 40, 1152), configs.hopper_words(8, 4, 2, resident=1), 2),
+        ((1, 20, 2176), configs.hopper_words(16, 8, 4, resident=2), 1),
+        ((1, 72, 640), configs.hopper_words(32, 4, 2, resident=1), 1),
+        ((1, 40, 9216), configs.hopper_words(8, 8, 4, resident=1), 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_own_text_of_programs_that_stay(shape: tuple[int, ...], config: Config, units: int, format: str) -> None:
+    few = replace(SM_90, compute_units=units)
+    for call in calls(*shape, format, "cpu"):
+        assert right(stand_in(call, config, few), call)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        # of two halves of a line: the other one's words, one's worth for both, products across them, another column
+        ("unit = warp * SPLIT + part % SPLIT", "unit = warp * SPLIT + 1 - part % SPLIT"),
+        ("digit // DIGITS == part_s % SPLIT", "digit // DIGITS == 0"),
+        ("digit // DIGITS == part_s % SPLIT", "digit == digit"),
+        ("column = part // SPLIT", "column = part % BLOCK_N"),
+        # digits of another step, of values that are not there, worth the same, not of the norm
+        ("at = it % STEPS", "at = it % STEPS * 0"),
+        ("a + k, mask=k < K, other=0.0", "a + k, mask=k < K - 1, other=0.0"),
+        ("127 + 8 * (digit % DIGITS)", "127 + 4 * (digit % DIGITS)"),
+        ("lowest * factor, others * factor", "lowest, others"),
+        ("y *= gl.load(gain_ptr + k,", "y = y + 0 * gl.load(gain_ptr + k,"),
+        # sums of the tile before, another tile's words, of a step that is over, the last tile left out
+        ("                acc = gl.zeros(", "                acc = acc + 0 * gl.zeros("),
+        ("program + it // STEPS * programs).to(gl.int64)", "program + it // STEPS).to(gl.int64)"),
+        ("from_k = it % STEPS * ALL", "from_k = (it + 1) % STEPS * ALL"),
+        ("mine + AHEAD - 1) // AHEAD", "mine) // (AHEAD + 1)"),
+        ("first + n < N)", "first + n < N - 1)"),
+    ],
+)
+def test_planted_errors_of_programs_that_stay_are_seen(format: str, said: str, instead: str) -> None:
+    gain = random(2176, dtype=BF16, device="cpu", seed=3)
+    call = packed(1, 40, 2176, format, device="cpu")
+    call = call._replace(a=4 * call.a, norm_weight=gain)
+    config, few = configs.hopper_words(8, 4, 2, resident=1), replace(SM_90, compute_units=2)
+    assert right(stand_in(call, config, few), call)
+    assert not right(stand_in(call, config, few, **{said: instead}), call)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +465,14 @@ def test_tiles_that_do_not_exist(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
         digits = torch.empty(launch_hopper_words.size_of_digits(shaped()), dtype=torch.int8)
         launch_hopper_words.launches(shaped(), digits, torch.empty(1, 256, dtype=BF16), Config(**options), SM_90)
+
+
+@pytest.mark.parametrize("call", [shaped(2), shaped(K=65_536)], ids=["two rows", "too long"])
+def test_programs_that_stay_are_for_one_row(call: GemmCall) -> None:
+    with pytest.raises(InvalidArgument, match="RESIDENT is for one row of up to 32,768 columns"):
+        launch_hopper_words.launches(call, call.a, call.a, configs.hopper_words(resident=1), SM_90)
+    assert not any(launch_hopper_words.stays(one) for one in space.words_space(key_of(call), SM_90))
+    assert any(launch_hopper_words.stays(one) for one in space.words_space(key_of(shaped()), SM_90))
 
 
 def test_the_space_begins_with_the_default() -> None:

@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     # norms and softmax; quantization without a norm has the same kernel name
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|digits|cdna3?)_kernel$", "gemm", "wavecrest"),
-    Rule(r"^_hopper_(?:gemm|epilogue|blocks|words)_kernel$", "gemm", "wavecrest"),
+    Rule(r"^_hopper_(?:gemm|epilogue|blocks|words|row)_kernel$", "gemm", "wavecrest"),
     # the grouped GEMMs of a mixture of experts, with the sort before and the sum behind them
     Rule(r"^_moe_\w+_kernel$", "gemm", "wavecrest"),
     Rule(r"^_(?:causal_conv1d|conv2d)_kernel$", "convolution", "wavecrest"),

@@ -238,13 +238,16 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
     return hopper_blocks(halves=halves, group=16)
 
 
-def hopper_words(columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1, registers: int = 0) -> Config:
+def hopper_words(
+    columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1, registers: int = 0, resident: int = 0
+) -> Config:
     """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time.
 
-    `registers`: of a thread at most, 0 for as many as the compiler takes.
+    `registers`: of a thread at most, 0 for as many as the compiler takes. `resident`: programs of a multiprocessor, for
+    `_hopper_row_kernel`, of which a warp loads lines of 128 bytes at a time; 0 for a program a tile.
     """
-    limit = {"maxnreg": registers} if registers else {}
-    return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1, **limit)
+    more = {name: value for name, value in (("maxnreg", registers), ("RESIDENT", resident)) if value}
+    return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1, **more)
 
 
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:

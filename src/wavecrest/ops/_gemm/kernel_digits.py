@@ -26,6 +26,24 @@ def _sum_and_largest(sum0, largest0, sum1, largest1):  # type: ignore[no-untyped
     return sum0 + sum1, tl.maximum(largest0, largest1)
 
 
+@triton.jit
+def numbers_of(x, size, most):  # type: ignore[no-untyped-def]
+    """A row's values as whole numbers whose bytes are its digits, and what digits 0 and the others are worth at first.
+
+    size, most: the bits of |x|, and of the largest in the row.
+    """
+    finite = most < INFINITE
+    exponent = tl.maximum(most >> 23, LEAST)
+    # 2^BITS and 2^-BITS over the power of two below the largest
+    up = ((tl.cast(2 * ONE + BITS, tl.int32) - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
+    sign = tl.where(x > 0, 1.0, -1.0)
+    number = tl.where(finite, x * up, tl.where(size == INFINITE, sign, 0.0)).to(tl.int32)
+    # digits have signs: the upper ones take what the lower ones borrow
+    number = (number + 0x808080) ^ 0x808080
+    return number, tl.where(finite, down, most.to(tl.float32, bitcast=True)), tl.where(finite, down, 0.0)
+
+
 @triton.jit(do_not_specialize=["blocks", "stride_am"])
 def _digits_kernel(  # type: ignore[no-untyped-def]
     a, gain_ptr, digits_ptr, blocks, stride_am,
@@ -57,19 +75,10 @@ def _digits_kernel(  # type: ignore[no-untyped-def]
     else:
         size = magnitude(x)
         most = tl.max(size, 0)
-    finite = most < INFINITE
-    exponent = tl.maximum(most >> 23, LEAST)
-    # 2^BITS and 2^-BITS over the power of two below the largest
-    up = ((tl.cast(2 * ONE + BITS, tl.int32) - exponent) << 23).to(tl.float32, bitcast=True)
-    down = ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
-    sign = tl.where(x > 0, 1.0, -1.0)
-    number = tl.where(finite, x * up, tl.where(size == INFINITE, sign, 0.0)).to(tl.int32)
-    # digits have signs: the upper ones take what the lower ones borrow
-    number = (number + 0x808080) ^ 0x808080
+    number, lowest, others = numbers_of(x, size, most)
     base = digits_ptr + row * DIGITS * K
     worth = digits_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + tl.num_programs(0) * K + row * DIGITS
     for i in tl.static_range(DIGITS):
         tl.store(base + i * K + k, (number >> (8 * i)).to(tl.int8), mask=inside)
-        unbounded = most.to(tl.float32, bitcast=True) if i == 0 else 0.0
-        tl.store(worth + i, tl.where(finite, down, unbounded) * factor)
-        down *= 256.0
+        tl.store(worth + i, (lowest if i == 0 else others) * factor)
+        others *= 256.0

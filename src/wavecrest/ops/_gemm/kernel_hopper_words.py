@@ -27,18 +27,24 @@ SHIFTED = gl.constexpr(16.0)
 
 
 @gluon.jit
-def _values(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The four bytes of each word behind each other, words behind words, as the matrix unit takes them."""
+def bytes_of(word):  # type: ignore[no-untyped-def]
+    """The four bytes of each word, [..., 2, 2]."""
     v0 = word.to(gl.int8)
     v1 = (word >> 8).to(gl.int8)
     v2 = (word >> 16).to(gl.int8)
     v3 = (word >> 24).to(gl.int8)
-    four = gl.join(gl.join(v0, v2), gl.join(v1, v3))
-    return gl.convert_layout(gl.reshape(four, [word.shape[0], word.shape[1], 4 * word.shape[2]]), LAYOUT)
+    return gl.join(gl.join(v0, v2), gl.join(v1, v3))
 
 
 @gluon.jit
-def _words(chunks, inside, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def values_of(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The four bytes of each word behind each other, words behind words, as the matrix unit takes them."""
+    values = gl.reshape(bytes_of(word), [word.shape[0], word.shape[1], 4 * word.shape[2]])
+    return gl.convert_layout(values, LAYOUT)
+
+
+@gluon.jit
+def words_at(chunks, inside, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Four words of each address that is `inside`, words behind words."""
     w0, w1, w2, w3 = load_past_l1(chunks, inside)
     four = gl.join(gl.join(w0, w2), gl.join(w1, w3))
@@ -46,7 +52,7 @@ def _words(chunks, inside, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def
 
 
 @gluon.jit
-def _nibbles(word):  # type: ignore[no-untyped-def]
+def nibbles_of(word):  # type: ignore[no-untyped-def]
     """The eight values of each word less 8, times 16, as bytes: of its bytes' low halves, and of the high ones."""
     low, high = gl.inline_asm_elementwise(INT4_WORD, "=r,=r,r", [word], (gl.int32, gl.int32), is_pure=True, pack=1)
     return low, high
@@ -61,7 +67,7 @@ def _summed(acc, worth, OUT: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _ended(  # type: ignore[no-untyped-def]
+def ended(  # type: ignore[no-untyped-def]
     total, scale_ptr, bias_ptr, first, columns, mask, stride_sn, stride_bias, alpha, INT4: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -169,7 +175,7 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
         block = warp + i * num_warps
         block_s = warp_s + i * num_warps
         for half in gl.static_range(HALVES):
-            now = now + (_words(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
+            now = now + (words_at(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
             if INT4:
                 scale = scale + (  # type: ignore[assignment]
                     gl.load(scales + (half * up_s + block_s), mask=in_s & (block_s < blocks), other=0.0),
@@ -184,7 +190,7 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
             block = warp + ((step + 1) * AHEAD + i) * num_warps
             block_s = warp_s + ((step + 1) * AHEAD + i) * num_warps
             for half in gl.static_range(HALVES):
-                later = later + (_words(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
+                later = later + (words_at(words + (half * up + block * WORDS), in_b & (block < blocks), AS_LOADED),)  # type: ignore[assignment]
                 if INT4:
                     scale_later = scale_later + (  # type: ignore[assignment]
                         gl.load(scales + (half * up_s + block_s), mask=in_s & (block_s < blocks), other=0.0),
@@ -197,18 +203,18 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
                 x_high = gl.load(rows + (block_a * BLOCK + 32), mask=in_a & (block_a < blocks), other=0)
             for half in gl.static_range(HALVES):
                 if INT4:
-                    low, high = _nibbles(now[HALVES * i + half])
-                    part = mma(_values(low, VALUES), x_low, whole)
-                    part = mma(_values(high, VALUES), x_high, part)
+                    low, high = nibbles_of(now[HALVES * i + half])
+                    part = mma(values_of(low, VALUES), x_low, whole)
+                    part = mma(values_of(high, VALUES), x_high, part)
                     part = (part.to(gl.float32, bitcast=True) - WHOLE) * scale[HALVES * i + half]
                     if half == 0:
                         acc += part
                     else:
                         acc_up += part
                 elif half == 0:
-                    acc = mma(_values(now[HALVES * i + half], VALUES), x_low, acc)
+                    acc = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc)
                 else:
-                    acc_up = mma(_values(now[HALVES * i + half], VALUES), x_low, acc_up)
+                    acc_up = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc_up)
         now = later
         scale = scale_later
     pdl_launch_dependents(PDL)
@@ -222,11 +228,11 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
     out_rows = gl.expand_dims(gl.arange(0, COLUMNS // DIGITS, layout=gl.SliceLayout(0, OUT)), 0)
     mask = columns < N
     y = _summed(acc, worth, OUT)
-    y = _ended(y, scale_ptr, bias_ptr, 0, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
+    y = ended(y, scale_ptr, bias_ptr, 0, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
     y = activate(y, slope, ACTIVATION)
     if GATED:
         total = _summed(acc_up, worth, OUT)
-        y *= _ended(total, scale_ptr, bias_ptr, N, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
+        y *= ended(total, scale_ptr, bias_ptr, N, columns, mask, stride_sn, stride_bias, alpha, INT4, BIAS)
     mask = mask & (out_rows < M)
     if RESIDUAL:
         beside = out_rows.to(gl.int64) * stride_rm + columns.to(gl.int64) * stride_rn

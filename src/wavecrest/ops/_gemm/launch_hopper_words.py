@@ -21,6 +21,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GemmCall, kinds
 from wavecrest.ops._gemm.kernel_digits import DIGITS as _DIGITS
 from wavecrest.ops._gemm.kernel_digits import _digits_kernel
+from wavecrest.ops._gemm.kernel_hopper_row import _hopper_row_kernel
 from wavecrest.ops._gemm.kernel_hopper_words import _hopper_words_kernel
 
 NAME = "triton_hopper_words"
@@ -29,6 +30,8 @@ WALKS = "reads a, b and scales along K, where rows of a and b are at multiples o
 ROWS, BLOCK = 8, 128
 # the longest row: a program of `_digits_kernel` holds one
 MOST_K = 65_536
+# the longest whose digits a program has in shared memory
+LONGEST = 32_768
 # digits of a number, bytes of what they are worth, and columns that the matrix unit multiplies at a time
 DIGITS, WORTH, COLUMNS = int(_DIGITS), 4, 8
 
@@ -84,9 +87,13 @@ def launches(call: GemmCall, digits: Tensor, y: Tensor, config: Config, arch: Ar
     Raises:
         InvalidArgument: there is no such tile.
     """
-    for name, known in (("BLOCK_N", (16, 32)), ("num_warps", (4, 8, 16)), ("AHEAD", (1, 2, 4))):
+    for name, known in (("BLOCK_N", (8, 16, 32)), ("num_warps", (4, 8, 16)), ("AHEAD", (1, 2, 4))):
         if config[name] not in known:
             raise InvalidArgument(f"gemm: {name} is {', '.join(map(str, known))} here, not {config[name]}")
+    if stays(config):
+        return [_staying(call, y, config, arch)]
+    if config["BLOCK_N"] == 8:
+        raise InvalidArgument("gemm: BLOCK_N is 16 or 32 here without RESIDENT, not 8")
     (_, _, sbn, _, bias_stride, _, srm, srn, alpha, slope), epilogue = _launch.epilogue_of(call)
     bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
     early, options = _pdl.start_of(config, arch)
@@ -109,15 +116,57 @@ def launches(call: GemmCall, digits: Tensor, y: Tensor, config: Config, arch: Ar
     return [first_launch(call, digits, arch), second]
 
 
+def stays(config: Config) -> bool:
+    """True if a configuration is of `_hopper_row_kernel`: RESIDENT programs a multiprocessor, which stay."""
+    return bool(config.kwargs.get("RESIDENT"))
+
+
+def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
+    """The one launch of a call of one row whose programs make its digits.
+
+    Raises:
+        InvalidArgument: more rows, or a longer one than shared memory holds.
+    """
+    if call.M != 1 or call.K > LONGEST:
+        raise InvalidArgument(f"gemm: RESIDENT is for one row of up to {LONGEST:,} columns, not {call.M} of {call.K:,}")
+    (_, _, sbn, _, bias_stride, _, _, srn, alpha, slope), epilogue = _launch.epilogue_of(call)
+    bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
+    early, options = _pdl.start_of(config, arch)
+    blocks, int4 = call.K // BLOCK, call.form == "int4"
+    # of 4-bit values a line is two blocks
+    of_step = (2 if int4 else 1) * config["num_warps"]
+    steps, tiles = _layout.ceil_div(blocks, of_step), _layout.ceil_div(call.N, config["BLOCK_N"])
+    # no other architecture has it
+    assert arch is not None
+    return _launcher.Launch(
+        _hopper_row_kernel,
+        (min(tiles, arch.compute_units * config["RESIDENT"]),),
+        (
+            call.a, gain_of(call), call.b, y, bias, residual, scale_b, call.N, blocks, tiles,
+            call.b.stride(-1) * call.b.itemsize // 16, sbn, bias_stride, srn, alpha, slope,
+        ),
+        {
+            **{name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED", "RESIDUAL")},
+            "INT4": int4, "STEPS": steps, "NORMED": call.norm_weight is not None, "NORM_EPS": _launch.norm_eps(call),
+            "BLOCK_K": _layout.power_of_two(steps * of_step * BLOCK), "PDL": _pdl.overlaps(arch), "EARLY": early,
+        },
+        options,
+    )  # fmt: skip
+
+
+def gain_of(call: GemmCall) -> Tensor:
+    """The norm's weight, and where there is none something to pass in its place."""
+    return call.a if call.norm_weight is None else call.norm_weight
+
+
 def first_launch(call: GemmCall, digits: Tensor, arch: Arch | None) -> _launcher.Launch:
     """The launch that makes the digits of a's rows, normalised first if the call asks for it: a program a row."""
     block = _layout.power_of_two(call.K)
     early, options = _pdl.start_of(Config(num_warps=min(32, max(4, block // 512))), arch, _pdl.EARLY)
-    gain = call.a if call.norm_weight is None else call.norm_weight
     return _launcher.Launch(
         _digits_kernel,
         (call.M,),
-        (call.a, gain, digits, call.K // BLOCK, _launch.row_stride(call) * call.a.itemsize // 16),
+        (call.a, gain_of(call), digits, call.K // BLOCK, _launch.row_stride(call) * call.a.itemsize // 16),
         {
             "NORMED": call.norm_weight is not None, "NORM_EPS": _launch.norm_eps(call), "PDL": _pdl.overlaps(arch),
             "EARLY": early, "BLOCK": block,
@@ -138,18 +187,24 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         return portable
     arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     size = size_of_digits(call)
+    staying = stays(config)
     before: Callable[..., Any] | None = None
     start: Callable[..., Any] | None = None
 
     def run(call: GemmCall) -> Tensor:
         nonlocal before, start
-        gain = call.norm_weight if call.norm_weight is not None else call.a
+        gain = gain_of(call)
         addresses = call.a.data_ptr() | call.b.data_ptr() | gain.data_ptr()
         if addresses % 16 != 0 and not _launcher.aligned("gemm", addresses, NAME):
             return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
-        digits = torch.empty(size, dtype=torch.int8, device=device)
         bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
+        if staying:
+            if start is None:
+                start = _launcher.starter(_staying(call, y, config, arch), device)
+            start(call.a, gain, call.b, y, bias, residual, scale_b)
+            return y
+        digits = torch.empty(size, dtype=torch.int8, device=device)
         if before is None or start is None:
             first, second = launches(call, digits, y, config, arch)
             before, start = _launcher.starter(first, device), _launcher.starter(second, device)

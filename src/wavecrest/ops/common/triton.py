@@ -129,6 +129,11 @@ if no_gluon is None and hasattr(gl.shared_memory_descriptor, "reinterpret"):
     def in_units(tiles, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
         """Tiles in shared memory as more tiles of fewer rows, by triton 3.9's name for it."""
         return tiles.reinterpret(tiles.dtype, [NUMBER, ROWS, COLUMNS], LAYOUT)
+
+    @gluon.jit
+    def in_order(tiles, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """Tiles in shared memory, stored as one tensor, as tiles of a layout of their own."""
+        return tiles.reinterpret(tiles.dtype, tiles.shape, LAYOUT)
 else:
 
     @gluon.jit
@@ -140,6 +145,11 @@ else:
     def in_units(tiles, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
         """Tiles in shared memory as more tiles of fewer rows."""
         return tiles._reinterpret(tiles.dtype, [NUMBER, ROWS, COLUMNS], LAYOUT)
+
+    @gluon.jit
+    def in_order(tiles, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+        """Tiles in shared memory, stored as one tensor, as tiles of a layout of their own."""
+        return tiles._reinterpret(tiles.dtype, tiles.shape, LAYOUT)
 
 
 # whether AMD's compiler takes attributes of LLVM's for a kernel: triton 3.8 and later

@@ -411,8 +411,9 @@ def blocks_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
 
 def words_space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_hopper_words` worth trying for a key, the default first."""
-    tried = (hopper_words(*row) for row in _spaces.rows("gemm")["hopper"]["words"])
-    yield from dict.fromkeys((hopper_words_of(shape_of(key), arch), *tried))
+    shape, spaces = shape_of(key), _spaces.rows("gemm")["hopper"]
+    rows = [*spaces["words"], *(spaces["row"] if shape.rows == 1 and shape.K <= _words.LONGEST else [])]
+    yield from dict.fromkeys((hopper_words_of(shape, arch), *(hopper_words(*row) for row in rows)))
 
 
 def words_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
