@@ -155,7 +155,7 @@ def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _l
 
 
 def gain_of(call: GemmCall) -> Tensor:
-    """The norm's weight, and where there is none something to pass in its place."""
+    """The norm's weight; a itself in its place for a call without a norm."""
     return call.a if call.norm_weight is None else call.norm_weight
 
 
