@@ -221,7 +221,7 @@ def stand_in(call: GemmCall, config: Config, arch: Arch = SM_90, **planted: str)
         load_past_l1=_four_words, pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
         magnitude=lambda x: x.view(torch.int32) & 0x7FFFFFFF, numbers_of=_numbers_of, prefetch_l2=lambda *_: None,
     )  # fmt: skip
-    of_launch = ("num_stages", "EARLY", "RESIDENT", "maxnreg")
+    of_launch = ("num_stages", "EARLY", "PROGRAMS", "maxnreg")
     constants = {key: value for key, value in config.kwargs.items() if key not in of_launch}
     args = [gluon.Pointer(one) if isinstance(one, Tensor) else torch.as_tensor(one) for one in second.args]
     kernels.run(second.kernel.__name__, second.grid[0], *args, **second.constants, **constants)
@@ -268,11 +268,11 @@ def test_the_kernels_own_text(shape: tuple[int, ...], config: Config, format: st
 @pytest.mark.parametrize(
     ("shape", "config", "units"),
     [
-        ((1, 8, 128), configs.hopper_words(8, 4, 1, resident=1), 132),
-        ((1, 40, 1152), configs.hopper_words(8, 4, 2, resident=1), 2),
-        ((1, 20, 2176), configs.hopper_words(16, 8, 4, resident=2), 1),
-        ((1, 72, 640), configs.hopper_words(32, 4, 2, resident=1), 1),
-        ((1, 40, 9216), configs.hopper_words(8, 8, 4, resident=1), 3),
+        ((1, 8, 128), configs.hopper_words(8, 4, 1, programs=1), 132),
+        ((1, 40, 1152), configs.hopper_words(8, 4, 2, programs=1), 2),
+        ((1, 20, 2176), configs.hopper_words(16, 8, 4, programs=2), 1),
+        ((1, 72, 640), configs.hopper_words(32, 4, 2, programs=1), 1),
+        ((1, 40, 9216), configs.hopper_words(8, 8, 4, programs=1), 3),
     ],
     ids=str,
 )  # fmt: skip
@@ -309,7 +309,7 @@ def test_planted_errors_of_programs_that_stay_are_seen(format: str, said: str, i
     gain = random(2176, dtype=BF16, device="cpu", seed=3)
     call = packed(1, 40, 2176, format, device="cpu")
     call = call._replace(a=4 * call.a, norm_weight=gain)
-    config, few = configs.hopper_words(8, 4, 2, resident=1), replace(SM_90, compute_units=2)
+    config, few = configs.hopper_words(8, 4, 2, programs=1), replace(SM_90, compute_units=2)
     assert right(stand_in(call, config, few), call)
     assert not right(stand_in(call, config, few, **{said: instead}), call)
 
@@ -469,8 +469,8 @@ def test_tiles_that_do_not_exist(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("call", [shaped(2), shaped(K=65_536)], ids=["two rows", "too long"])
 def test_programs_that_stay_are_for_one_row(call: GemmCall) -> None:
-    with pytest.raises(InvalidArgument, match="RESIDENT is for one row of up to 32,768 columns"):
-        launch_hopper_words.launches(call, call.a, call.a, configs.hopper_words(resident=1), SM_90)
+    with pytest.raises(InvalidArgument, match="PROGRAMS is for one row of up to 32,768 columns"):
+        launch_hopper_words.launches(call, call.a, call.a, configs.hopper_words(programs=1), SM_90)
     assert not any(launch_hopper_words.stays(one) for one in space.words_space(key_of(call), SM_90))
     assert any(launch_hopper_words.stays(one) for one in space.words_space(key_of(shaped()), SM_90))
 

@@ -93,7 +93,7 @@ def launches(call: GemmCall, digits: Tensor, y: Tensor, config: Config, arch: Ar
     if stays(config):
         return [_staying(call, y, config, arch)]
     if config["BLOCK_N"] == 8:
-        raise InvalidArgument("gemm: BLOCK_N is 16 or 32 here without RESIDENT, not 8")
+        raise InvalidArgument("gemm: BLOCK_N is 16 or 32 here without PROGRAMS, not 8")
     (_, _, sbn, _, bias_stride, _, srm, srn, alpha, slope), epilogue = _launch.epilogue_of(call)
     bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
     early, options = _pdl.start_of(config, arch)
@@ -117,8 +117,8 @@ def launches(call: GemmCall, digits: Tensor, y: Tensor, config: Config, arch: Ar
 
 
 def stays(config: Config) -> bool:
-    """True if a configuration is of `_hopper_row_kernel`: RESIDENT programs a multiprocessor, which stay."""
-    return bool(config.kwargs.get("RESIDENT"))
+    """True if a configuration is of `_hopper_row_kernel`: PROGRAMS programs a multiprocessor, which stay."""
+    return bool(config.kwargs.get("PROGRAMS"))
 
 
 def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
@@ -128,7 +128,7 @@ def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _l
         InvalidArgument: more rows, or a longer one than shared memory holds.
     """
     if call.M != 1 or call.K > LONGEST:
-        raise InvalidArgument(f"gemm: RESIDENT is for one row of up to {LONGEST:,} columns, not {call.M} of {call.K:,}")
+        raise InvalidArgument(f"gemm: PROGRAMS is for one row of up to {LONGEST:,} columns, not {call.M} of {call.K:,}")
     (_, _, sbn, _, bias_stride, _, _, srn, alpha, slope), epilogue = _launch.epilogue_of(call)
     bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
     early, options = _pdl.start_of(config, arch)
@@ -140,7 +140,7 @@ def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _l
     assert arch is not None
     return _launcher.Launch(
         _hopper_row_kernel,
-        (min(tiles, arch.compute_units * config["RESIDENT"]),),
+        (min(tiles, arch.compute_units * config["PROGRAMS"]),),
         (
             call.a, gain_of(call), call.b, y, bias, residual, scale_b, call.N, blocks, tiles,
             call.b.stride(-1) * call.b.itemsize // 16, sbn, bias_stride, srn, alpha, slope,
@@ -150,7 +150,7 @@ def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _l
             "INT4": int4, "STEPS": steps, "NORMED": call.norm_weight is not None, "NORM_EPS": _launch.norm_eps(call),
             "BLOCK_K": _layout.power_of_two(steps * of_step * BLOCK), "PDL": _pdl.overlaps(arch), "EARLY": early,
         },
-        options,
+        _launch.without(options, "PROGRAMS"),
     )  # fmt: skip
 
 

@@ -220,9 +220,9 @@ def _words_cases(arch: Arch) -> dict[str, _launcher.Launch]:
         if name in ("hopper words int4 norm", "hopper words int8 long rows"):
             cases[f"{name}, digits"] = first
     for name, stay in (
-        ("int4 norm", _config.hopper_words(8, 8, 2, registers=128, resident=2)),
-        ("int4 silu_and_mul", _config.hopper_words(8, 8, 2, registers=128, resident=2)),
-        ("int8 long rows", _config.hopper_words(16, 16, 1, resident=1)),
+        ("int4 norm", _config.hopper_words(8, 8, 2, registers=128, programs=2)),
+        ("int4 silu_and_mul", _config.hopper_words(8, 8, 2, registers=128, programs=2)),
+        ("int8 long rows", _config.hopper_words(16, 16, 1, programs=1)),
     ):
         what = own[f"hopper words {name}"]
         y = what.a.new_empty(what.shape, dtype=what.dtype)
