@@ -201,7 +201,8 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         bias, residual, _, scale_b, *_ = _launch.other_tensors(call)
         if staying:
             if start is None:
-                start = _launcher.starter(_staying(call, y, config, arch), device)
+                (only,) = launches(call, gain, y, config, arch)
+                start = _launcher.starter(only, device)
             start(call.a, gain, call.b, y, bias, residual, scale_b)
             return y
         digits = torch.empty(size, dtype=torch.int8, device=device)
