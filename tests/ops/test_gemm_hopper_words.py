@@ -89,8 +89,10 @@ SHAPES = ((1, 8, 128), (2, 40, 384), (8, 136, 1024), (7, 1000, 1152), (1, 4104, 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_values(shape: tuple[int, ...], format: str, hopper: AnyOp) -> None:
+    stay = [configs.hopper_words(8, 8, 2, registers=128, programs=2), configs.hopper_words(16, 4, 4, 0, programs=1)]
     for call in calls(*shape, format, "cuda"):
-        assert_right(WORDS, call, b=values_of_b(call).double())
+        for config in [None, *stay] if call.M == 1 else [None]:
+            assert_right(WORDS, call, config, b=values_of_b(call).double())
 
 
 @pytest.mark.gpu
@@ -99,19 +101,21 @@ def test_configurations(format: str, hopper: AnyOp) -> None:
     for shape, activation in product(((1, 272, 4096), (8, 80, 2176)), (None, "silu_and_mul")):
         call = packed(*shape, format, activation=activation)
         b = values_of_b(call).double()
-        by_warps: dict[int, list[Tensor]] = {}
+        by_warps: dict[tuple[int, bool], list[Tensor]] = {}
         for one in space.words_space(hopper.key(call), SM_90):
-            by_warps.setdefault(one["num_warps"], []).append(assert_right(WORDS, call, one, b=b))
-        # a result's products are added in one order for one number of warps
+            kind = one["num_warps"], launch_hopper_words.stays(one)
+            by_warps.setdefault(kind, []).append(assert_right(WORDS, call, one, b=b))
+        # a result's products are added in one order by a kernel with one number of warps
         assert all(same_bits(one, same[0]) for same in by_warps.values() for one in same)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [0, 1])
-def test_the_same_bits_each_time_and_in_a_graph(early: int, hopper: AnyOp) -> None:
+@pytest.mark.parametrize("programs", [0, 2])
+def test_the_same_bits_each_time_and_in_a_graph(early: int, programs: int, hopper: AnyOp) -> None:
     for format in FORMATS:
-        call = packed(4, 1032, 4096, format)
-        one = configs.hopper_words(early=early)
+        call = packed(1 if programs else 4, 1032, 4096, format)
+        one = configs.hopper_words(early=early, programs=programs)
         run = partial(hopper.run, WORDS, call, config=one)
         first = run()
         assert all(torch.equal(run(), first) for _ in range(5))
