@@ -224,6 +224,7 @@ def stand_in(call: GemmCall, config: Config, arch: Arch = SM_90, **planted: str)
         activate=activate_on_cpu, mma=lambda a, b, acc: acc + a.int() @ b.int(), INT4_WORD=_of_int4, DIGITS=4,
         load_past_l1=_four_words, pdl_wait=lambda _on: None, pdl_launch_dependents=lambda _on: None,
         magnitude=lambda x: x.view(torch.int32) & 0x7FFFFFFF, numbers_of=_numbers_of, prefetch_l2=lambda *_: None,
+        sum_and_largest=lambda sum0, most0, sum1, most1: (sum0 + sum1, torch.maximum(most0, most1)),
     )  # fmt: skip
     of_launch = ("num_stages", "EARLY", "PROGRAMS", "maxnreg")
     constants = {key: value for key, value in config.kwargs.items() if key not in of_launch}

@@ -137,7 +137,7 @@ def _is_amd() -> bool:
 def _opt_in_words(call: GemmCall) -> str | None:
     # of 4-bit values: 10.6, 9.6 and 17.7 µs for three GEMMs of a layer of Llama 3.1 8B and one row, where GEMVs take
     # 13.0, 11.0 and 23.0; 10.9 and 18.4 for two rows, where these take 17.5 and 35.6. Of int8 and one row GEMVs are
-    # faster when timed alone, by 4 to 30 % (H200, 2026-11-29_tune_llm_quantized_2.jsonl.gz)
+    # faster when timed alone, by 4 to 30 % (H200, 2026-11-29_tune_llm_quantized.jsonl.gz)
     return None if call.form == "int4" and row_bucket(call.M) <= 2 else MEASURED
 
 

@@ -22,7 +22,7 @@ BITS = tl.constexpr(29)
 
 
 @triton.jit
-def _sum_and_largest(sum0, largest0, sum1, largest1):  # type: ignore[no-untyped-def]
+def sum_and_largest(sum0, largest0, sum1, largest1):  # type: ignore[no-untyped-def]
     return sum0 + sum1, tl.maximum(largest0, largest1)
 
 
@@ -70,7 +70,7 @@ def _digits_kernel(  # type: ignore[no-untyped-def]
         x *= tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
         size = magnitude(x)
         # in one exchange between warps
-        total, most = tl.reduce((squares, size), 0, _sum_and_largest)
+        total, most = tl.reduce((squares, size), 0, sum_and_largest)
         factor = tl.rsqrt(total / tl.cast(K, tl.float32) + NORM_EPS)
     else:
         size = magnitude(x)

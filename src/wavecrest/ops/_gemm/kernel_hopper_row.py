@@ -10,21 +10,11 @@ the eight columns of a product. With three of a layer's four GEMMs by these prog
 
 from __future__ import annotations
 
-from wavecrest.ops._gemm.kernel_digits import DIGITS, numbers_of
-from wavecrest.ops._gemm.kernel_hopper_words import (
-    BLOCK,
-    WHOLE,
-    WHOLE_BITS,
-    WIDTH,
-    bytes_of,
-    ended,
-    nibbles_of,
-    values_of,
-    words_at,
-)
+from wavecrest.ops._gemm.kernel_digits import DIGITS, numbers_of, sum_and_largest
+from wavecrest.ops._gemm.kernel_hopper_words import BLOCK, WHOLE_BITS, WIDTH, bytes_of, ended, multiplied, words_at
 from wavecrest.ops.common.activation import activate
 from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2
-from wavecrest.ops.common.triton import gl, gluon, in_order, mma
+from wavecrest.ops.common.triton import gl, gluon, in_order
 
 # halves of a line, and columns of a product: the digits of each half
 SPLIT, COLUMNS = gl.constexpr(2), gl.constexpr(8)
@@ -32,11 +22,6 @@ SPLIT, COLUMNS = gl.constexpr(2), gl.constexpr(8)
 HELD = gl.constexpr(32)
 # 16-bit values of a sector of memory
 SECTOR = gl.constexpr(16)
-
-
-@gluon.jit
-def _sum_and_largest(sum0, largest0, sum1, largest1):  # type: ignore[no-untyped-def]
-    return sum0 + sum1, gl.maximum(largest0, largest1)
 
 
 @gluon.jit
@@ -72,7 +57,7 @@ def _digits(  # type: ignore[no-untyped-def]
         squares += x * x
     factor = 1.0
     if NORMED:
-        total, most = gl.reduce((squares, size), 0, _sum_and_largest)
+        total, most = gl.reduce((squares, size), 0, sum_and_largest)
         factor = gl.rsqrt(total / K.to(gl.float32) + NORM_EPS)
     else:
         most = gl.max(size, 0)
@@ -102,7 +87,7 @@ def _digits(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _summed(acc, worth, OUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The sums [columns] of those of digits [warps, 2 · columns, 8]; `worth`: of a digit, 0 of the other half's."""
-    # no product: of a row with infinities digits are worth that
+    # not times 0 alone: a row with infinities has a worth of infinity, and that times 0 is NaN
     total = gl.where(worth == 0.0, 0.0, acc.to(gl.float32) * worth)
     total = gl.sum(total, axis=2)
     total = gl.sum(gl.reshape(total, [total.shape[0], total.shape[1] // SPLIT, SPLIT]), axis=2)
@@ -250,19 +235,11 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 x_high = digits.index(at * 2 + 1).permute((0, 2, 1)).load(OF_A)
             for half in gl.static_range(HALVES):
-                if INT4:
-                    low, high = nibbles_of(now[HALVES * i + half])
-                    product = mma(values_of(low, VALUES), x_low, whole)
-                    product = mma(values_of(high, VALUES), x_high, product)
-                    product = (product.to(gl.float32, bitcast=True) - WHOLE) * scale[HALVES * i + half]
-                    if half == 0:
-                        acc += product
-                    else:
-                        acc_up += product
-                elif half == 0:
-                    acc = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc)
+                block_scale = scale[HALVES * i + half] if INT4 else whole
+                if half == 0:
+                    acc = multiplied(acc, now[HALVES * i], x_low, x_high, whole, block_scale, INT4, VALUES)
                 else:
-                    acc_up = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc_up)
+                    acc_up = multiplied(acc_up, now[2 * i + 1], x_low, x_high, whole, block_scale, INT4, VALUES)
             if at == STEPS - 1:
                 first = (program + it // STEPS * programs) * BLOCK_N
                 mask = (it < mine) & (first + n < N)

@@ -37,7 +37,7 @@ def bytes_of(word):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def values_of(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def _values(word, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The four bytes of each word behind each other, words behind words, as the matrix unit takes them."""
     values = gl.reshape(bytes_of(word), [word.shape[0], word.shape[1], 4 * word.shape[2]])
     return gl.convert_layout(values, LAYOUT)
@@ -52,10 +52,28 @@ def words_at(chunks, inside, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-d
 
 
 @gluon.jit
-def nibbles_of(word):  # type: ignore[no-untyped-def]
+def _nibbles(word):  # type: ignore[no-untyped-def]
     """The eight values of each word less 8, times 16, as bytes: of its bytes' low halves, and of the high ones."""
     low, high = gl.inline_asm_elementwise(INT4_WORD, "=r,=r,r", [word], (gl.int32, gl.int32), is_pure=True, pack=1)
     return low, high
+
+
+@gluon.jit
+def multiplied(  # type: ignore[no-untyped-def]
+    acc, words, x_low, x_high, whole, scale, INT4: gl.constexpr, VALUES: gl.constexpr
+):  # fmt: skip
+    """acc with the products of words of the weight and digits: of int8 in whole numbers, of int4 times a block's scale.
+
+    x_low, x_high: digits for the low and the high halves of bytes; of int8 the first alone. whole: `WHOLE_BITS`.
+    """
+    if INT4:
+        low, high = _nibbles(words)
+        part = mma(_values(low, VALUES), x_low, whole)
+        part = mma(_values(high, VALUES), x_high, part)
+        acc += (part.to(gl.float32, bitcast=True) - WHOLE) * scale
+    else:
+        acc = mma(_values(words, VALUES), x_low, acc)
+    return acc
 
 
 @gluon.jit
@@ -202,19 +220,11 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 x_high = gl.load(rows + (block_a * BLOCK + 32), mask=in_a & (block_a < blocks), other=0)
             for half in gl.static_range(HALVES):
-                if INT4:
-                    low, high = nibbles_of(now[HALVES * i + half])
-                    part = mma(values_of(low, VALUES), x_low, whole)
-                    part = mma(values_of(high, VALUES), x_high, part)
-                    part = (part.to(gl.float32, bitcast=True) - WHOLE) * scale[HALVES * i + half]
-                    if half == 0:
-                        acc += part
-                    else:
-                        acc_up += part
-                elif half == 0:
-                    acc = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc)
+                block_scale = scale[HALVES * i + half] if INT4 else whole
+                if half == 0:
+                    acc = multiplied(acc, now[HALVES * i], x_low, x_high, whole, block_scale, INT4, VALUES)
                 else:
-                    acc_up = mma(values_of(now[HALVES * i + half], VALUES), x_low, acc_up)
+                    acc_up = multiplied(acc_up, now[2 * i + 1], x_low, x_high, whole, block_scale, INT4, VALUES)
         now = later
         scale = scale_later
     pdl_launch_dependents(PDL)
