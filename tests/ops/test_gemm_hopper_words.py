@@ -153,10 +153,12 @@ def test_what_does_not_begin_at_16_bytes_runs_on_the_portable_kernel(format: str
         call = packed(2, 64, 256, format, **more)
         behind = torch.empty(2 * 256 + 1, dtype=BF16, device="cuda")[1:].view(2, 256)
         behind.copy_(call.a)
-        found = gemm.run(WORDS, call._replace(a=behind))
+        if not more:
+            assert_right(WORDS, call._replace(a=behind), b=values_of_b(call).double())
+            continue
         # the portable kernel's norm is a launch before, whose result has a's dtype
         rounded = call._replace(a=reference.values_of_a(call).to(BF16), norm_weight=None)
-        assert right(found, rounded) and (more or same_bits(found, gemm.run("triton", call._replace(a=behind))))
+        assert right(gemm.run(WORDS, call._replace(a=behind)), rounded)
 
 
 def test_the_portable_kernel_of_a_norm_and_4_bits(device: str) -> None:
