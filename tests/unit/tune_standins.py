@@ -33,8 +33,8 @@ CALLS: Counter[str] = Counter()
 CLOCK = SimulatedClock()
 
 
-def _on_the_clock(device: str, _now: object = None) -> race.Timer:
-    return _timer_of(device, CLOCK)
+def _on_the_clock(device: str, _now: object = None, in_a_row: int = 1) -> race.Timer:
+    return _timer_of(device, CLOCK, in_a_row)
 
 
 # a child's timer reads the simulated clock; whoever tunes in this process passes it

@@ -214,6 +214,8 @@ def _check(settings: Settings) -> None:
         raise InvalidArgument(f"--candidates must be at least 1, not {settings.candidates}")
     if settings.workers is not None and settings.workers < 1:
         raise InvalidArgument(f"--workers must be at least 1, not {settings.workers}")
+    if settings.in_a_row < 1:
+        raise InvalidArgument(f"--in-a-row must be at least 1, not {settings.in_a_row}")
     for name in settings.modules:
         try:
             importlib.import_module(name)
@@ -367,6 +369,15 @@ def command(
     seconds: Annotated[
         float, typer.Option(help="Longest sampling time of a key's final; 60 rounds are the least.")
     ] = 0.4,
+    in_a_row: Annotated[
+        int,
+        typer.Option(
+            "--in-a-row",
+            metavar="N",
+            help="Time N calls in a row in a CUDA graph, each on tensors of its own, as a captured model makes them; "
+            "1: a call alone, without a graph.",
+        ),
+    ] = 1,
     workers: Annotated[
         int | None,
         typer.Option(help="Number of processes that compile kernels, before any is timed. Default: all cores but one."),
@@ -448,6 +459,7 @@ def command(
         seconds=seconds,
         workers=workers,
         candidates=count,
+        in_a_row=in_a_row,
         configs=_configs(configs),
         timeout=timeout,
         modules=tuple(modules or ()),

@@ -193,6 +193,7 @@ class TuneRecord(Model):
 
     `children` are the processes that keys were spread over, 0 where all ran in one; `endings` say which of them ended
     in the middle of a key, and why; `unfinished` has, by case, the candidates that ended one and are not run again.
+    `in_a_row`: calls in a graph whose time was divided by their number; 1: a call alone.
     `samples`: "thinned" where the file keeps every n-th round alone, as all did until 2026-11-24.
     """
 
@@ -204,6 +205,7 @@ class TuneRecord(Model):
     budget_seconds: float
     seconds: float = 0.0
     compilation: TuneCompilation = Field(default_factory=TuneCompilation)
+    in_a_row: int = 1
     samples: SamplesKept = "thinned"
     keys: list[TunedKey] = Field(default_factory=list)
     left: dict[str, str] = Field(default_factory=dict)

@@ -104,14 +104,14 @@ def admit(
             results = bench.results_of(run())
             _synchronize(device)
         row.first_ms = row.first_ms or round((time.perf_counter() - begin) * 1e3, 3)
-        wrong = _wrong(op, candidate, call, results, right, row)
+        problem = wrong(op, candidate, call, results, right, row)
     # whatever a kernel or its compiler raises concerns this candidate alone, if the device survives
     except Exception as error:
         row.status, row.reason = "failed", f"raised {type(error).__name__}: {first_line(error)}"
         require(device, f"{candidate.backend} {candidate.config!r}")
         return None
-    if wrong:
-        row.status, row.reason = "wrong", wrong
+    if problem:
+        row.status, row.reason = "wrong", problem
         return None
     return run
 
@@ -133,7 +133,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _wrong(
+def wrong(
     op: AnyOp,
     candidate: Candidate,
     call: AnyCall,
@@ -141,7 +141,7 @@ def _wrong(
     right: Oracle,
     row: records.TuneCandidate,
 ) -> str:
-    """The fault of the results, or an empty string."""
+    """The fault of the results, or an empty string; the errors are in `row`."""
     first = next(value for value in call if isinstance(value, Tensor))
     limits = bench.limits_of(op, dtype_name(first))
     native = candidate.role == "native" or op.backends[candidate.backend].as_native

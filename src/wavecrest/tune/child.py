@@ -33,11 +33,19 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def greeting(
-    device: hardware.Device, modules: tuple[str, ...], seconds: float, kernels: tuple[str, ...] = ()
+    device: hardware.Device,
+    modules: tuple[str, ...],
+    seconds: float,
+    kernels: tuple[str, ...] = (),
+    in_a_row: int = 1,
 ) -> dict[str, Any]:
-    """The first message to a child: the device (as it is named in the child), what to import and what to load."""
+    """The first message to a child: the device (as it is named in the child), what to import and what to load, and how
+    to time (`trial.tune_key`).
+    """
     named = device.to_dict() | {"index": 0}
-    return {"device": named, "modules": list(modules), "seconds": seconds, "kernels": list(kernels)}
+    return {
+        "device": named, "modules": list(modules), "seconds": seconds, "kernels": list(kernels), "in_a_row": in_a_row,
+    }  # fmt: skip
 
 
 def job(op: AnyOp, one: trial.Trial) -> dict[str, Any]:
@@ -95,7 +103,7 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
     return case
 
 
-def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: Say) -> dict[str, Any]:
+def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, in_a_row: int, say: Say) -> dict[str, Any]:
     """The result of a key, or the reason why this process could not tune it."""
 
     def tell(step: trial.Step) -> None:
@@ -106,8 +114,8 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
         with torch.no_grad():
             op = ops.get(asked["op"])
             one = trial_of(asked, op, device.torch_name)
-            timer = race.timer_of(device.torch_name)
-            tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, tell=tell)
+            timer = race.timer_of(device.torch_name, in_a_row=in_a_row)
+            tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, in_a_row=in_a_row, tell=tell)
     except admission.DeviceLost as error:
         return {"event": "lost", "reason": str(error)}
     except (InvalidArgument, Unsupported, torch.OutOfMemoryError) as error:
@@ -148,7 +156,7 @@ def main() -> None:
     found = {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")}
     say({"event": "ready", "name": here.name, "versions": found})
     while True:
-        reply = answer(arrived.get(), device, first["seconds"], say)
+        reply = answer(arrived.get(), device, first["seconds"], first["in_a_row"], say)
         say(reply)
         if reply["event"] == "lost":
             return

@@ -35,11 +35,20 @@ class Timer(Protocol):
         """Samples of each function, in ms."""
 
 
-def timer_of(device: str, now: Clock = time.perf_counter) -> Timer:
-    """The timer of a torch device; `now`: where the host's time comes from."""
+def timer_of(device: str, now: Clock = time.perf_counter, in_a_row: int = 1) -> Timer:
+    """The timer of a torch device.
+
+    Args:
+        now: where the host's time comes from.
+        in_a_row: calls that a work makes; a sample is the time of one.
+    """
 
     def taken(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
-        return interleaved.measure(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
+        found = interleaved.measure(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
+        if in_a_row == 1:
+            return found
+        each = tuple(tuple(sample / in_a_row for sample in series) for series in found.samples)
+        return Interleaved(each, f"{found.clock}, one of {in_a_row} calls in a graph")
 
     return taken
 

@@ -47,6 +47,8 @@ class Settings:
         kernels: files and modules with a user's kernels, which children load first (`backends.user_files.load`).
         candidates: number of configurations per key, beside the default, that the cost model ranks first; None:
         all.
+        in_a_row: calls in a graph, each on tensors of its own, whose time is that of one times their number; 1: a call
+        alone, without a graph.
         configs: configurations to try in place of the default and the backends' spaces, each by the backends that it
         fits; a mapping gives them by case name; None: the default and the spaces.
     """
@@ -61,6 +63,7 @@ class Settings:
     timeout: float = 60.0
     modules: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    in_a_row: int = 1
     configs: tuple[Config, ...] | Mapping[str, tuple[Config, ...]] | None = None
 
     def configs_of(self, case: str) -> tuple[Config, ...] | None:
@@ -227,14 +230,17 @@ def tune(
         now: where the host's time comes from, for the budget and for calls on the CPU.
 
     Raises:
-        InvalidArgument: an unknown op, suite or backend; no case has `matching` in its name; or the record to resume
-        was measured on another device, by another version or for another suite.
+        InvalidArgument: an unknown op, suite or backend; calls in a row on a CPU, which has no graphs; no case has
+        `matching` in its name; or the record to resume was measured on another device, by another version or for
+        another suite.
         OutputError, TableError: results cannot be written where asked; found before anything is measured.
         admission.DeviceLost: a kernel made the device unusable; earlier results are written.
         EnvironmentProblem: no child process is left to tune in; earlier results are written.
     """
     op = ops.get(name)
     names = candidates.backends(op, settings.backends)
+    if settings.in_a_row > 1 and device.kind == "cpu":
+        raise InvalidArgument("calls in a row are one graph, which only a GPU has: tune a call alone on a CPU")
     if cases is None:
         found = suites.cases(op, settings.suite, device.torch_name, matching=settings.matching)
     else:
@@ -249,11 +255,12 @@ def tune(
         op=op.name,
         suite=settings.suite,
         budget_seconds=settings.budget,
+        in_a_row=settings.in_a_row,
         samples="full",
     )
     run = _Run(
         op, device, settings, targets, record,
-        timer=timer or race.timer_of(device.torch_name, now),
+        timer=timer or race.timer_of(device.torch_name, now, settings.in_a_row),
         on_step=on_step or (lambda _what, _done, _planned: None),
         now=now, begin=now(),
     )  # fmt: skip
@@ -293,6 +300,7 @@ def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[record
     for what, was, now in (
         ("op", before.op, record.op),
         ("suite", before.suite, record.suite),
+        ("number of calls in a row", before.in_a_row, record.in_a_row),
         ("device", before.header.device["name"], record.header.device["name"]),
         ("versions", before.header.versions, record.header.versions),
         ("commit", before.header.commit, record.header.commit),
@@ -367,7 +375,9 @@ def _here(run: _Run, planned: list[trial.Trial]) -> None:
             _no_time(run, planned[index:])
             return
         run.on_step(one.case.name, index, len(planned))
-        tuned = trial.tune_key(run.op, one, run.device, seconds=run.settings.seconds, timer=run.timer)
+        tuned = trial.tune_key(
+            run.op, one, run.device, seconds=run.settings.seconds, timer=run.timer, in_a_row=run.settings.in_a_row
+        )
         _keep(run, one, tuned)
 
 
@@ -381,7 +391,7 @@ def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[workers.Star
         "name": run.device.name,
         "versions": {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")},
     }
-    hello = child.greeting(run.device, settings.modules, settings.seconds, settings.kernels)
+    hello = child.greeting(run.device, settings.modules, settings.seconds, settings.kernels, settings.in_a_row)
     own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected, run.now)
     run.record.children = len(starts)
     done: set[int] = set()

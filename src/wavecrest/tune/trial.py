@@ -20,7 +20,7 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.hardware import Device
 from wavecrest.measure.interleaved import Interleaved
-from wavecrest.tune import admission, candidates, race
+from wavecrest.tune import admission, candidates, captured_calls, race
 
 # calls of a candidate that runs alone, and seconds after which it has had enough
 ALONE_CALLS = 60
@@ -106,7 +106,14 @@ def unsolved(op: AnyOp, trial: Trial, problem: str) -> records.TunedKey:
 
 
 def tune_key(
-    op: AnyOp, trial: Trial, device: Device, *, seconds: float, timer: race.Timer, tell: Tell = untold
+    op: AnyOp,
+    trial: Trial,
+    device: Device,
+    *,
+    seconds: float,
+    timer: race.Timer,
+    in_a_row: int = 1,
+    tell: Tell = untold,
 ) -> records.TunedKey:
     """The result of a key; its `problem` says why it has no winner.
 
@@ -114,7 +121,8 @@ def tune_key(
         op, trial: the key to tune.
         device: where the arguments are.
         seconds: of the final round.
-        timer: times the calls.
+        timer: times the calls (`race.timer_of`, with the same `in_a_row`).
+        in_a_row: calls in a graph that stand for one (`captured_calls`); 1: a call alone, without a graph.
         tell: called before each step.
 
     Raises:
@@ -123,7 +131,7 @@ def tune_key(
     begin = time.perf_counter()
     tuned = empty(op, trial)
     try:
-        _race(op, trial, device, seconds, timer, tell, tuned)
+        _race(op, trial, device, seconds, timer, in_a_row, tell, tuned)
     except torch.OutOfMemoryError as error:
         tuned.problem = f"out of memory: {admission.first_line(error)}"
     except RuntimeError as error:
@@ -154,10 +162,19 @@ class _Told:
 
 
 def _race(
-    op: AnyOp, trial: Trial, device: Device, seconds: float, timer: race.Timer, tell: Tell, tuned: records.TunedKey
+    op: AnyOp,
+    trial: Trial,
+    device: Device,
+    seconds: float,
+    timer: race.Timer,
+    in_a_row: int,
+    tell: Tell,
+    tuned: records.TunedKey,
 ) -> None:
     tell(Step("make"))
     call = trial.case.make()
+    calls = [call, *captured_calls.copies(call, in_a_row - 1)]
+    pool = None if in_a_row == 1 else torch.cuda.graph_pool_handle()
     right = admission.oracle(op, call)
     least_ms = admission.least_ms(op, call, right, device.known)
     tuned.least_us = None if least_ms is None else round(least_ms * 1e3, 3)
@@ -170,6 +187,8 @@ def _race(
             continue
         tell(Step("first", (index,)))
         run = admission.admit(op, candidate, call, right, row)
+        if run is not None and in_a_row > 1:
+            run = captured_calls.captured(op, candidate, calls, right, pool, row)
         if run is not None:
             entrants.append(race.Entrant(row, run))
             places[id(row)] = index

@@ -12,6 +12,9 @@ from wavecrest.hardware import Arch
 FEW_ROWS = 16
 # most rows of the GEMV kernels
 GEMV_ROWS = 8
+# the longest row whose digits the programs of `_hopper_row_kernel` make by default: two programs then hold 64 KiB of
+# them. 4,096 columns are faster so, 14,336 are not; none between was measured (H200, 2026-11-29)
+STAYING_K = 8192
 
 
 class Shape(NamedTuple):
@@ -251,12 +254,14 @@ def hopper_words(
 
 
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
-    """The one for a call: the fastest or within 6 % of it for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29,
-    no record).
+    """The one for a call: within 6 % of the fastest for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29, no
+    record).
 
-    Less is loaded ahead where gate and up are, or where more than two rows need the registers, and more warps share K
-    where there are few programs.
+    Programs that stay for one row that is not long. Elsewhere less is loaded ahead where gate and up are, or where more
+    than two rows need the registers, and more warps share K where there are few programs.
     """
+    if shape.rows == 1 and shape.K <= STAYING_K:
+        return hopper_words(8, 8, 2, registers=128, programs=2)
     warps = 8 if _layout.ceil_div(shape.columns, 16) <= 2 * _units(arch) else 4
     return hopper_words(warps=warps, ahead=1 if shape.gated or shape.rows > 4 else 4 if shape.rows <= 2 else 2)
 

@@ -211,21 +211,27 @@ def _words_cases(arch: Arch) -> dict[str, _launcher.Launch]:
             8, 4096, 4096, fp16, torch.int8, scale_b=_scale(4096), bias=bias, residual=residual
         ),
     }
+    # by default one row that is not long has programs that stay: these are of the kernel of a program a tile
+    others = {
+        "hopper words int4 norm": _config.hopper_words(),
+        "hopper words int4 silu_and_mul": _config.hopper_words(ahead=1),
+    }
     cases = {}
     for name, what in own.items():
-        chosen = _config.hopper_words_of(shape_of(key_of(what)), arch)
+        chosen = others.get(name) or _config.hopper_words_of(shape_of(key_of(what)), arch)
         digits = torch.empty(_words.size_of_digits(what), dtype=torch.int8, device="meta")
         y = what.a.new_empty(what.shape, dtype=what.dtype)
         first, cases[name] = _words.launches(what, digits, y, chosen, arch)
         if name in ("hopper words int4 norm", "hopper words int8 long rows"):
             cases[f"{name}, digits"] = first
     for name, stay in (
-        ("int4 norm", _config.hopper_words(8, 8, 2, registers=128, programs=2)),
-        ("int4 silu_and_mul", _config.hopper_words(8, 8, 2, registers=128, programs=2)),
+        ("int4 norm", None),
+        ("int4 silu_and_mul", None),
         ("int8 long rows", _config.hopper_words(16, 16, 1, programs=1)),
     ):
         what = own[f"hopper words {name}"]
         y = what.a.new_empty(what.shape, dtype=what.dtype)
+        stay = stay or _config.hopper_words_of(shape_of(key_of(what)), arch)
         (cases[f"hopper row {name}"],) = _words.launches(what, what.a, y, stay, arch)
     return cases
 
