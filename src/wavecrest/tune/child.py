@@ -103,7 +103,9 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
     return case
 
 
-def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, in_a_row: int, say: Say) -> dict[str, Any]:
+def answer(
+    asked: dict[str, Any], device: hardware.Device, seconds: float, say: Say, in_a_row: int = 1
+) -> dict[str, Any]:
     """The result of a key, or the reason why this process could not tune it."""
 
     def tell(step: trial.Step) -> None:
@@ -156,7 +158,7 @@ def main() -> None:
     found = {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")}
     say({"event": "ready", "name": here.name, "versions": found})
     while True:
-        reply = answer(arrived.get(), device, first["seconds"], first["in_a_row"], say)
+        reply = answer(arrived.get(), device, first["seconds"], say, first["in_a_row"])
         say(reply)
         if reply["event"] == "lost":
             return
