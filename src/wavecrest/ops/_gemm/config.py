@@ -242,14 +242,21 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
 
 
 def hopper_words(
-    columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1, registers: int = 0, programs: int = 0
+    columns: int = 16,
+    warps: int = 4,
+    ahead: int = 4,
+    early: int = 1,
+    registers: int = 0,
+    programs: int = 0,
+    fetched: int = 0,
 ) -> Config:
     """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time.
 
     `registers`: of a thread at most, 0 for as many as the compiler takes. `programs`: programs of a multiprocessor, for
     `_hopper_row_kernel`, of which a warp loads lines of 128 bytes at a time; 0 for a program a tile.
     """
-    more = {name: value for name, value in (("maxnreg", registers), ("PROGRAMS", programs)) if value}
+    found = (("maxnreg", registers), ("PROGRAMS", programs), ("FETCHED", fetched))
+    more = {name: value for name, value in found if value}
     return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1, **more)
 
 

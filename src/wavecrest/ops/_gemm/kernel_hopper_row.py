@@ -85,6 +85,24 @@ def _digits(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _fetch(  # type: ignore[no-untyped-def]
+    b, N, units, mine, up, stride_bn, AHEAD: gl.constexpr, FETCHED: gl.constexpr, STEPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, WORDS: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Have b's lines of FETCHED steps behind the first AHEAD brought to the L2 cache."""
+    LINES: gl.constexpr = FETCHED * num_warps * BLOCK_N
+    lines = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+    it = AHEAD + lines // (num_warps * BLOCK_N)
+    # those of a column are side by side
+    line = it % STEPS * num_warps + lines % num_warps
+    n = (gl.program_id(0) + it // STEPS * gl.num_programs(0)) * BLOCK_N + lines // num_warps % BLOCK_N
+    wanted = (it < mine) & (n < N) & (line * SPLIT < units)
+    words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (n.to(gl.int64) * stride_bn * 4 + line * (SPLIT * WORDS))
+    for half in gl.static_range(HALVES):
+        prefetch_l2(words + half * up, wanted)
+
+
+@gluon.jit
 def _summed(acc, worth, OUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The sums [columns] of those of digits [warps, 2 · columns, 8]; `worth`: of a digit, 0 of the other half's."""
     # not times 0 alone: a row with infinities has a worth of infinity, and that times 0 is NaN
@@ -102,7 +120,7 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
     stride_rn, alpha, slope,
     INT4: gl.constexpr, STEPS: gl.constexpr, NORMED: gl.constexpr, NORM_EPS: gl.constexpr, BLOCK_K: gl.constexpr,
     BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, FETCHED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """c [N] of a [K], 16-bit floats, which is normalised first if NORMED; b's bytes lie K behind K, in `blocks` of 128.
 
@@ -189,6 +207,8 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 place_s = half * up_s + from_n * stride_sn + from_k
                 scale = scale + (gl.load(scales + place_s, mask=inside_s, other=0.0),)  # type: ignore[assignment]
+    if FETCHED > 0:
+        _fetch(b, N, units, mine, up, stride_bn, AHEAD, FETCHED, STEPS, BLOCK_N, WORDS, HALVES, num_warps)
     if NORMED and EARLY:
         sectors = gl.arange(0, BLOCK_K // SECTOR, layout=gl.BlockedLayout([1], [32], [num_warps], [0])) * SECTOR
         prefetch_l2(gain_ptr + sectors, sectors < blocks * BLOCK)
