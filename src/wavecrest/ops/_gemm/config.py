@@ -248,15 +248,13 @@ def hopper_words(
     early: int = 1,
     registers: int = 0,
     programs: int = 0,
-    fetched: int = 0,
 ) -> Config:
     """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time.
 
     `registers`: of a thread at most, 0 for as many as the compiler takes. `programs`: programs of a multiprocessor, for
     `_hopper_row_kernel`, of which a warp loads lines of 128 bytes at a time; 0 for a program a tile.
     """
-    found = (("maxnreg", registers), ("PROGRAMS", programs), ("FETCHED", fetched))
-    more = {name: value for name, value in found if value}
+    more = {name: value for name, value in (("maxnreg", registers), ("PROGRAMS", programs)) if value}
     return Config(BLOCK_N=columns, AHEAD=ahead, EARLY=early, num_warps=warps, num_stages=1, **more)
 
 

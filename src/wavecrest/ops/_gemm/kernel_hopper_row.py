@@ -13,7 +13,7 @@ from __future__ import annotations
 from wavecrest.ops._gemm.kernel_digits import DIGITS, numbers_of, sum_and_largest
 from wavecrest.ops._gemm.kernel_hopper_words import BLOCK, WHOLE_BITS, WIDTH, bytes_of, ended, multiplied, words_at
 from wavecrest.ops.common.activation import activate
-from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2
+from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2, prefetch_l2_bulk
 from wavecrest.ops.common.triton import gl, gluon, in_order
 
 # halves of a line, and columns of a product: the digits of each half
@@ -86,20 +86,22 @@ def _digits(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fetch(  # type: ignore[no-untyped-def]
-    b, N, units, mine, up, stride_bn, AHEAD: gl.constexpr, FETCHED: gl.constexpr, STEPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, WORDS: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr,
+    b, N, tiles, up, stride_bn, done, size, TILES: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Have b's lines of FETCHED steps behind the first AHEAD brought to the L2 cache."""
-    LINES: gl.constexpr = FETCHED * num_warps * BLOCK_N
-    lines = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-    it = AHEAD + lines // (num_warps * BLOCK_N)
-    # those of a column are side by side
-    line = it % STEPS * num_warps + lines % num_warps
-    n = (gl.program_id(0) + it // STEPS * gl.num_programs(0)) * BLOCK_N + lines // num_warps % BLOCK_N
-    wanted = (it < mine) & (n < N) & (line * SPLIT < units)
-    words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (n.to(gl.int64) * stride_bn * 4 + line * (SPLIT * WORDS))
+    """Have the rest of b's rows in this program's first TILES tiles brought to the L2 cache.
+
+    done, size: bytes of a row of the first tile that are loaded already, and of a row.
+    """
+    rows = gl.arange(0, 32 * num_warps, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+    turn = rows // BLOCK_N
+    tile = gl.program_id(0) + turn * gl.num_programs(0)
+    n = tile * BLOCK_N + rows % BLOCK_N
+    wanted = (turn < TILES) & (tile < tiles) & (n < N)
+    skipped = gl.where(turn == 0, gl.minimum(done, size), 0)
+    first = b.to(gl.pointer_type(gl.int8), bitcast=True) + (n.to(gl.int64) * stride_bn * 16 + skipped)
     for half in gl.static_range(HALVES):
-        prefetch_l2(words + half * up, wanted)
+        prefetch_l2_bulk(first + half * up * 4, size - skipped, wanted & (skipped < size))
 
 
 @gluon.jit
@@ -120,7 +122,7 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
     stride_rn, alpha, slope,
     INT4: gl.constexpr, STEPS: gl.constexpr, NORMED: gl.constexpr, NORM_EPS: gl.constexpr, BLOCK_K: gl.constexpr,
     BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, FETCHED: gl.constexpr, num_warps: gl.constexpr,
+    EARLY: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """c [N] of a [K], 16-bit floats, which is normalised first if NORMED; b's bytes lie K behind K, in `blocks` of 128.
 
@@ -207,8 +209,8 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 place_s = half * up_s + from_n * stride_sn + from_k
                 scale = scale + (gl.load(scales + place_s, mask=inside_s, other=0.0),)  # type: ignore[assignment]
-    if FETCHED > 0:
-        _fetch(b, N, units, mine, up, stride_bn, AHEAD, FETCHED, STEPS, BLOCK_N, WORDS, HALVES, num_warps)
+    if EARLY > 1:
+        _fetch(b, N, tiles, up, stride_bn, AHEAD * num_warps * 128, units * 64, EARLY - 1, BLOCK_N, HALVES, num_warps)
     if NORMED and EARLY:
         sectors = gl.arange(0, BLOCK_K // SECTOR, layout=gl.BlockedLayout([1], [32], [num_warps], [0])) * SECTOR
         prefetch_l2(gain_ptr + sectors, sectors < blocks * BLOCK)

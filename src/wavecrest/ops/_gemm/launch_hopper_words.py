@@ -148,10 +148,9 @@ def _staying(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _l
         {
             **{name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED", "RESIDUAL")},
             "INT4": int4, "STEPS": steps, "NORMED": call.norm_weight is not None, "NORM_EPS": _launch.norm_eps(call),
-            "BLOCK_K": _layout.power_of_two(steps * of_step * BLOCK), "FETCHED": config.get("FETCHED", 0),
-            "PDL": _pdl.overlaps(arch), "EARLY": early,
+            "BLOCK_K": _layout.power_of_two(steps * of_step * BLOCK), "PDL": _pdl.overlaps(arch), "EARLY": early,
         },
-        _launch.without(options, "PROGRAMS", "FETCHED"),
+        _launch.without(options, "PROGRAMS"),
     )  # fmt: skip
 
 
