@@ -6,7 +6,7 @@ heads that share a head of keys are rows of one tile, so that the cache is read 
 
 from __future__ import annotations
 
-from wavecrest.ops.common.device import LOG2_E, SECTOR, pdl_launch_dependents, pdl_wait, prefetch_l2
+from wavecrest.ops.common.device import LOG2_E, pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.ptx import (
     INT4_BF16,
     INT4_FP16,
@@ -467,19 +467,6 @@ def _hidden(starts_ptr, at, seqlen_k, STARTS: tl.constexpr):  # type: ignore[no-
     return hidden
 
 
-@triton.jit
-def _fetch(  # type: ignore[no-untyped-def]
-    pointer, begin, page, stride, size, TILES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Have the first tiles of a split's keys, or values, brought to the L2 cache; `size`: elements of a row."""
-    each: tl.constexpr = SECTOR // (pointer.dtype.element_ty.primitive_bitwidth // 8)
-    offs = tl.arange(0, BLOCK_D // each if each <= BLOCK_D else 1) * each
-    for tile in tl.static_range(TILES):
-        keys = begin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        rows = pointer + keys.to(tl.int64)[:, None] * stride + offs[None, :]
-        prefetch_l2(rows, (keys < page)[:, None] & (offs < size)[None, :])
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _decoding_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, lens_ptr, starts_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr,
@@ -494,8 +481,8 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
-    HALF: tl.constexpr, AHEAD: tl.constexpr, ADVANCE: tl.constexpr, EARLY: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK,
+    HALF: tl.constexpr, AHEAD: tl.constexpr, ADVANCE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
 
@@ -503,8 +490,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
     (`d_units`, `dv_units`) are the bytes of one group, and BLOCK_D and BLOCK_DV hold those of all groups.
     PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
-    both. ADVANCE: at `before_ptr` are the tokens before those of the call, which are added. EARLY: as in `common.pdl`,
-    with tiles of keys and values to fetch, where the cache has no pages.
+    both. ADVANCE: at `before_ptr` are the tokens before those of the call, which are added.
     """
     STORED: tl.constexpr = v_ptr.dtype.element_ty
     V_ALIGN: tl.constexpr = KV_ALIGN // 2 if PAIRS else KV_ALIGN
@@ -516,13 +502,6 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     sequence = tl.program_id(2).to(tl.int64)
     # `_joining_kernel`
     pdl_launch_dependents(PDL and SPLIT)
-    if EARLY:
-        if EARLY > 1 and not PAGED:
-            keys = k_ptr + sequence * tl.cast(stride_kp, tl.int64) * KV_ALIGN + kv_head * stride_kh * KV_ALIGN
-            values = v_ptr + sequence * tl.cast(stride_vp, tl.int64) * V_ALIGN + kv_head * stride_vh * V_ALIGN
-            _fetch(keys, split * CHUNK, page, stride_kt * KV_ALIGN, d_units * D_ALIGN, EARLY - 1, BLOCK_D, BLOCK_N)
-            _fetch(values, split * CHUNK, page, stride_vt * V_ALIGN, dv_units * DV_ALIGN, EARLY - 1, BLOCK_DV, BLOCK_N)
-        pdl_wait(True)
     if ADVANCE and ((tl.program_id(0) == 0) & (kv_head == 0) & ((stride_before != 0) | (sequence == 0))):
         # by one program alone, and behind the append, whose programs have all read it
         before_ptr += sequence * stride_before
@@ -731,8 +710,6 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row of the result from those of its splits, BLOCK_S of them at a time, in their order."""
-    # the next kernel's programs find room beside these
-    pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)

@@ -235,10 +235,6 @@ def plan(
         "LEFT": call.window >= 0 or call.seq_starts is not None, "STARTS": call.seq_starts is not None,
         "SINKS": call.sinks is not None, "LSE": call.return_lse, "PDL": overlaps,
     }  # fmt: skip
-    # a number that torch.compile keeps open is no part of a configuration
-    early, options = _pdl.start_of(
-        Config(**{name: one for name, one in config.kwargs.items() if name != "CHUNK"}), arch
-    )
     first = _launcher.Launch(
         _decoding_kernel,
         (splits * _layout.ceil_div(rows, config["BLOCK_M"]), call.kv_heads, call.batch),
@@ -261,9 +257,10 @@ def plan(
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
             "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
-            "ADVANCE": call.advance, "EARLY": early, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
+            "ADVANCE": call.advance, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CHUNK": chunk,
         },
-        options,
+        # a number that torch.compile keeps open is no part of a configuration
+        Config(**{name: given for name, given in config.kwargs.items() if name != "CHUNK"}),
     )  # fmt: skip
     if splits == 1:
         return Plan(before, first, None, None)

@@ -242,12 +242,7 @@ def hopper_blocks_of(shape: Shape, arch: Arch | None) -> Config:
 
 
 def hopper_words(
-    columns: int = 16,
-    warps: int = 4,
-    ahead: int = 4,
-    early: int = 1,
-    registers: int = 0,
-    programs: int = 0,
+    columns: int = 16, warps: int = 4, ahead: int = 4, early: int = 1, registers: int = 0, programs: int = 0
 ) -> Config:
     """For `_hopper_words_kernel`: `columns` of b a program, and blocks of K that each of its warps loads at a time.
 

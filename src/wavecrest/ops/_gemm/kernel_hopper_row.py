@@ -13,7 +13,7 @@ from __future__ import annotations
 from wavecrest.ops._gemm.kernel_digits import DIGITS, numbers_of, sum_and_largest
 from wavecrest.ops._gemm.kernel_hopper_words import BLOCK, WHOLE_BITS, WIDTH, bytes_of, ended, multiplied, words_at
 from wavecrest.ops.common.activation import activate
-from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2, prefetch_l2_bulk
+from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2
 from wavecrest.ops.common.triton import gl, gluon, in_order
 
 # halves of a line, and columns of a product: the digits of each half
@@ -82,26 +82,6 @@ def _digits(  # type: ignore[no-untyped-def]
             four = gl.permute(gl.reshape(four, [STEPS, num_warps, SPLIT, 64, 4]), (0, 1, 2, 4, 3))
         tiles.slice(chunk * PLACES, PLACES).store(gl.reshape(four, [PLACES, num_warps, COLUMNS, 64]))
     return in_order(tiles, TILE), lowest * factor, others * factor
-
-
-@gluon.jit
-def _fetch(  # type: ignore[no-untyped-def]
-    b, N, tiles, up, stride_bn, done, size, TILES: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
-    """Have the rest of b's rows in this program's first TILES tiles brought to the L2 cache.
-
-    done, size: bytes of a row of the first tile that are loaded already, and of a row.
-    """
-    rows = gl.arange(0, 32 * num_warps, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-    turn = rows // BLOCK_N
-    tile = gl.program_id(0) + turn * gl.num_programs(0)
-    n = tile * BLOCK_N + rows % BLOCK_N
-    wanted = (turn < TILES) & (tile < tiles) & (n < N)
-    skipped = gl.where(turn == 0, gl.minimum(done, size), 0)
-    first = b.to(gl.pointer_type(gl.int8), bitcast=True) + (n.to(gl.int64) * stride_bn * 16 + skipped)
-    for half in gl.static_range(HALVES):
-        prefetch_l2_bulk(first + half * up * 4, size - skipped, wanted & (skipped < size))
 
 
 @gluon.jit
@@ -209,8 +189,6 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
             if INT4:
                 place_s = half * up_s + from_n * stride_sn + from_k
                 scale = scale + (gl.load(scales + place_s, mask=inside_s, other=0.0),)  # type: ignore[assignment]
-    if EARLY > 1:
-        _fetch(b, N, tiles, up, stride_bn, AHEAD * num_warps * 128, units * 64, EARLY - 1, BLOCK_N, HALVES, num_warps)
     if NORMED and EARLY:
         sectors = gl.arange(0, BLOCK_K // SECTOR, layout=gl.BlockedLayout([1], [32], [num_warps], [0])) * SECTOR
         prefetch_l2(gain_ptr + sectors, sectors < blocks * BLOCK)

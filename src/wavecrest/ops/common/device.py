@@ -94,10 +94,6 @@ SECTOR = tl.constexpr(32)
 _FETCH = tl.constexpr(
     "{ .reg .pred wanted; setp.ne.s32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
 )
-_FETCH_BULK = tl.constexpr(
-    "{ .reg .pred wanted; setp.ne.s32 wanted, $3, 0; @wanted cp.async.bulk.prefetch.L2.global [$1], $2; "
-    "mov.b32 $0, 0; }"
-)
 _LOAD_PAST_L1 = tl.constexpr(
     "{ .reg .pred wanted; setp.ne.s32 wanted, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
     "@wanted ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
@@ -132,15 +128,6 @@ def prefetch_l2(pointers, wanted):  # type: ignore[no-untyped-def]
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def prefetch_l2_bulk(pointers, size, wanted):  # type: ignore[no-untyped-def]
-    """The same of `size` bytes from each pointer on, both multiples of 16 (sm_90): one instruction for a row."""
-    tl.inline_asm_elementwise(
-        _FETCH_BULK, "=r,l,r,r", [pointers.to(tl.int64), size, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

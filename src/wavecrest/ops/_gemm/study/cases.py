@@ -290,6 +290,14 @@ def emulate_cases(arch: str) -> Cases:
         more["words of int8"] = lambda: GemmCall(
             _random(8, 384), _random(40, 384, dtype=torch.int8).mT, scale_b=torch.rand(40), residual=_random(8, 40)
         )
+        # one row, by programs that stay
+        more["a row of int4, gated, norm"] = lambda: GemmCall(
+            _random(1, 1280), stored, scale_b=torch.rand(40, 10).mT, form="int4", group=128, activation="silu_and_mul",
+            norm_weight=_random(1280),
+        )  # fmt: skip
+        more["a row of int8"] = lambda: GemmCall(
+            _random(1, 384), _random(40, 384, dtype=torch.int8).mT, scale_b=torch.rand(40), residual=_random(1, 40)
+        )
     if arch in _cdna.FLOAT8:
         # its own kernel, for more rows and columns than the other cases have; tiles that share rows or columns
         own = [(float8, (300, 264, 656))]
