@@ -17,6 +17,7 @@ from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, F32, Watch, assert_right, random, watched
 from tests.ops.hopper_harness import activate_on_cpu, gemm_on_sm_90
 from tests.ops.op_harness import same_bits, shape_id
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -481,6 +482,12 @@ def test_programs_that_stay_are_for_one_row(call: GemmCall) -> None:
         launch_hopper_words.launches(call, call.a, call.a, configs.hopper_words(programs=1), SM_90)
     assert not any(launch_hopper_words.stays(one) for one in space.words_space(key_of(call), SM_90))
     assert any(launch_hopper_words.stays(one) for one in space.words_space(key_of(shaped()), SM_90))
+
+
+@pytest.mark.parametrize("call", [shaped(), shaped(K=14_336), shaped(2), shaped(format="int8")])
+def test_all_that_is_tried_may_be_a_measured_row(call: GemmCall) -> None:
+    key = key_of(call)
+    assert {lookup.misfit(gemm, key, WORDS, one) for one in space.words_space(key, SM_90)} == {""}
 
 
 def test_the_space_begins_with_the_default() -> None:

@@ -38,7 +38,7 @@ def captured(
     pool: Any,
     row: records.TuneCandidate,
 ) -> Callable[[], Any] | None:
-    """A replay of all calls by an admitted candidate; None, with status and reason in `row`, if there is none.
+    """A replay of all calls by an admitted candidate; or None, with status and reason in `row`.
 
     Args:
         calls: with the values that `right` is the oracle of.

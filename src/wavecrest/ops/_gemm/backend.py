@@ -295,7 +295,7 @@ op.attach_kernel(
     opt_in=_opt_in_words,
     priority=SPECIAL_PRIORITY,
     default_config=partial(default_config, _config.hopper_words_of),
-    optional=("EARLY",),
+    optional=("EARLY", "PROGRAMS"),
 )
 op.attach_kernel(
     "triton_cdna",

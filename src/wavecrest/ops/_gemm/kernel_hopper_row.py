@@ -5,7 +5,7 @@ multiprocessors hold at a time: none begins late, and while one sums up a tile, 
 Each program makes the digits of the row itself, in shared memory, and waits for no launch that does. Two halves of a
 line of the weight, 64 bytes each, are as two rows of it, each with digits of its own, as one row's digits are four of
 the eight columns of a product. With three of a layer's four GEMMs by these programs, those of Llama 3.1 8B in int4 take
-45.3 µs in place of 49.3 (its prototype, a chain in a graph, H200, 2026-11-29, no record).
+44.6 µs in place of 51.0 (a chain in a graph, H200, 2026-11-29, no record).
 """
 
 from __future__ import annotations
