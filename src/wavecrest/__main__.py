@@ -10,28 +10,38 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 # seconds that a command has to write what it knows after a signal
 PATIENCE = 20.0
-# seconds after which a signal is sent again that came inside a callback
+# seconds after which a signal that came inside a callback is sent again, until it comes outside of it
 AGAIN = 0.001
 
 
 def main() -> int:
     """Run the program; the exit code."""
     received: list[int] = []
+    repeated: list[int] = []
+
+    def repeat(number: int) -> None:
+        process = os.getpid()
+        while not received:
+            time.sleep(AGAIN)
+            # no other thread runs between the two, so that none is sent behind one that was received
+            if not received:
+                os.kill(process, number)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if _is_callback(frame):
-            # Python would print what is raised there, and go on
-            again = threading.Timer(AGAIN, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
         if received:
             # asked twice: what is written is whole at any time
             os._exit(128 + number)
+        if _is_callback(frame):
+            # Python would print what is raised there, and go on; it may come again while the thread is being started
+            if not repeated:
+                repeated.append(number)
+                threading.Thread(target=repeat, args=(number,), daemon=True).start()
+            return
         received.append(number)
         if _imports_torch(frame):
             # torch's C++ code ends the process with a trace where Python that it calls raises; nothing is written yet
@@ -81,11 +91,11 @@ def main() -> int:
 
 def _is_callback(frame: FrameType | None) -> bool:
     """Whether the import system puts away the lock of a module, in a callback of a weak reference."""
-    return (
-        frame is not None
-        and frame.f_code.co_name == "cb"
-        and frame.f_code.co_filename == "<frozen importlib._bootstrap>"
-    )
+    while frame is not None:
+        if frame.f_code.co_name == "cb" and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _imports_torch(frame: FrameType | None) -> bool:

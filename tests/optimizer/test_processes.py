@@ -370,12 +370,15 @@ def test_what_a_kill_in_the_middle_of_a_write_leaves_is_taken_away(run: Run, tmp
 
 
 @pytest.mark.slow
-def test_an_interrupt_inside_a_callback_of_the_import_system_is_one_line() -> None:
+# at once: it comes while the thread that sends it is being started, too
+@pytest.mark.parametrize("again", [0.0, 0.001])
+def test_an_interrupt_inside_a_callback_of_the_import_system_is_one_line(again: float) -> None:
     """Python prints what such a callback raises and goes on: the signal is sent again behind it."""
     code = """
 import os, signal, sys, time, types, weakref
 import wavecrest.__main__ as program
 
+program.AGAIN = float(sys.argv[1])
 # a test run in the background of a shell has it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -393,5 +396,6 @@ def run():
 sys.modules["wavecrest.cli.main"] = types.SimpleNamespace(main=run)
 sys.exit(program.main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", code, str(again)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
