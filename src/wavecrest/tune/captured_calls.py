@@ -65,8 +65,9 @@ def captured(
                 row.status, row.reason = "wrong", f"in a graph: {wrong}"
                 return None
     except (StepRefused, RuntimeError) as error:
-        row.status, row.reason = "refused", admission.first_line(error)
-        admission.require(torch.device("cuda"), f"a graph of {candidate.backend} {candidate.config!r}")
+        row.status = "refused" if isinstance(error, StepRefused) else "failed"
+        row.reason = admission.first_line(error)
+        admission.require(right.results[0].device, f"a graph of {candidate.backend} {candidate.config!r}")
         return None
     replay: Callable[[], Any] = graph.replay
     return replay

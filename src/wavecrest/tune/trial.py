@@ -188,7 +188,8 @@ def _race(
         tell(Step("first", (index,)))
         run = admission.admit(op, candidate, call, right, row)
         if run is not None and in_a_row > 1:
-            run = captured_calls.captured(op, candidate, calls, right, pool, row)
+            with torch.cuda.device(device.torch_name):
+                run = captured_calls.captured(op, candidate, calls, right, pool, row)
         if run is not None:
             entrants.append(race.Entrant(row, run))
             places[id(row)] = index
