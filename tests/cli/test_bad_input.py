@@ -233,7 +233,8 @@ ROWS: list[tuple[str, int, str]] = [
     ("optimize {d}/raises.py:make", 1, "raised ValueError: at import"),
     ("optimize {d}/leaves.py:make", 1, "raised SystemExit: 0"),
     ("optimize {d}/wants.py:make", 1, "failed: No module named 'a_package_that_is_not_there"),
-    ("optimize {d}/null.py:make", 1, "raised SyntaxError: source code string cannot contain null bytes"),
+    # a ValueError before Python 3.11.4
+    ("optimize {d}/null.py:make", 1, "Error: source code string cannot contain null bytes"),
     ("optimize {d}/work.py:good {d}/work.py:good", 1, "Got unexpected extra argument(s) ("),
     ("optimize {d}/work.py:good --hf {d}/hf", 1, "give one workload: file.py:function, package.module:functio"),
     ("optimize --hf {d}/none", 1, "is not a Hugging Face model folder: it has no config.json"),
