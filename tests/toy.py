@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from wavecrest.dispatch.decision import Backend
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import Backend, Cost
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.study import KernelStudy, Study
 from wavecrest.dispatch.tuned import Config
@@ -181,6 +183,21 @@ class ToyOp(Op[Any, Any]):
 def planted(op: Op[Any, Any], name: str, run: Callable[[Any], Any], *, priority: int) -> None:
     """A backend of one of wavecrest's ops that nothing checks, for tests that want a wrong one, or one that counts."""
     op._put(Backend(name, run, None, takes, takes, priority))
+
+
+@contextmanager
+def doubling(config: Config) -> Iterator[ToyOp]:
+    """The op "double", y = 2x, of one configuration and without backends."""
+    made = ToyOp(
+        "double",
+        reference=lambda x: 2 * x,
+        key=lambda x: (x.shape[-1],),
+        inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
+        cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
+        default_config=lambda key: config,
+    )
+    yield made
+    del registry.STATE.ops["double"]
 
 
 @contextmanager

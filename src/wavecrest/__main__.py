@@ -28,7 +28,7 @@ def main() -> int:
         process = os.getpid()
         while not received:
             time.sleep(AGAIN)
-            # no other thread runs between the two, so that none is sent behind one that was received
+            # CPython runs no other thread between the two, so that none is sent behind one that was received
             if not received:
                 os.kill(process, number)
 

@@ -490,6 +490,15 @@ def test_all_that_is_tried_may_be_a_measured_row(call: GemmCall) -> None:
     assert {lookup.misfit(gemm, key, WORDS, one) for one in space.words_space(key, SM_90)} == {""}
 
 
+@pytest.mark.parametrize(
+    ("call", "stays"),
+    [(shaped(), True), (shaped(K=8192), True), (shaped(K=8320), False), (shaped(2), False)],
+    ids=["one row", "the longest", "longer", "two rows"],
+)
+def test_one_row_that_is_not_long_has_programs_that_stay_by_default(call: GemmCall, stays: bool) -> None:
+    assert launch_hopper_words.stays(configs.hopper_words_of(shape_of(key_of(call)), SM_90)) == stays
+
+
 def test_the_space_begins_with_the_default() -> None:
     for call in (shaped(), shaped(8, 28672, 128, activation="silu_and_mul"), shaped(format="int8")):
         key = key_of(call)

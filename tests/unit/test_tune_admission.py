@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.toy import ToyOp
+from tests.toy import ToyOp, doubling
 from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
@@ -28,16 +27,8 @@ CONFIG = Config(BLOCK=1)
 @pytest.fixture
 def op() -> Iterator[ToyOp]:
     """y = 2x; `planted` runs what a test puts into `op.plant`."""
-    made = ToyOp(
-        "double",
-        reference=lambda x: 2 * x,
-        key=lambda x: (x.shape[-1],),
-        inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
-        cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
-        default_config=lambda key: CONFIG,
-    )
-    yield made
-    del registry.STATE.ops["double"]
+    with doubling(CONFIG) as made:
+        yield made
 
 
 def admit(op: ToyOp, run: Callable[[Tensor], Any], x: Tensor, role: str = "tried") -> records.TuneCandidate:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.clock import SimulatedClock
-from tests.toy import ToyOp
+from tests.toy import ToyOp, doubling
 from wavecrest import hardware, ops, records
 from wavecrest.bench import suites
 from wavecrest.cli import tune as cli
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.measure import cuda_graph, interleaved
@@ -64,16 +62,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Eager]:
 
 @pytest.fixture
 def op() -> Iterator[ToyOp]:
-    made = ToyOp(
-        "double",
-        reference=lambda x: 2 * x,
-        key=lambda x: (x.shape[-1],),
-        inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
-        cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
-        default_config=lambda key: CONFIG,
-    )
-    yield made
-    del registry.STATE.ops["double"]
+    with doubling(CONFIG) as made:
+        yield made
 
 
 def captured(op: ToyOp, run: Callable[[Tensor], Any], count: int = 3) -> tuple[Any, records.TuneCandidate]:
@@ -141,6 +131,14 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(op: ToyOp, monkeypat
     assert replay is None and (row.status, row.reason) == (
         "refused", "calls in a row cannot be captured: it asks the host",
     )  # fmt: skip
+
+
+def test_what_raises_has_failed(op: ToyOp) -> None:
+    def raises(_x: Tensor) -> Tensor:
+        raise RuntimeError("an illegal address\nsecond line")
+
+    replay, row = captured(op, raises)
+    assert replay is None and (row.status, row.reason) == ("failed", "an illegal address")
 
 
 def test_the_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

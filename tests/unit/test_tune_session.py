@@ -552,7 +552,7 @@ def test_another_machine_is_not_resumed(op: ToyOp, clock: Clock, tmp_path: Path)
     for changes, what in (
         ({"header": other}, "device"), ({"op": "gemm"}, "op"), ({"suite": "quick"}, "suite"),
         ({"header": good.header.model_copy(update={"commit": "another"})}, "commit"),
-        ({"samples": "thinned"}, "form of samples"),
+        ({"samples": "thinned"}, "form of samples"), ({"in_a_row": 8}, "number of calls in a row"),
     ):  # fmt: skip
         records.save(good.model_copy(update=changes), path)
         with pytest.raises(InvalidArgument, match=f"has another {what}"):

@@ -374,8 +374,8 @@ def command(
         typer.Option(
             "--in-a-row",
             metavar="N",
-            help="Time N calls in a row in a CUDA graph, each on tensors of its own, as a captured model makes them; "
-            "1: a call alone, without a graph.",
+            help="Time N calls in a row in one captured graph, each on tensors of its own, as a captured model makes "
+            "them; 1: a call alone, without a graph.",
         ),
     ] = 1,
     workers: Annotated[

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wavecrest import records
 from wavecrest.bench import ops as bench
-from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.call import AnyCall, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import StepRefused
 from wavecrest.measure import cuda_graph
@@ -75,7 +75,7 @@ def captured(
 
 def _poison(call: AnyCall, results: Sequence[Tensor]) -> None:
     """Fill results with NaN, or the largest integer: the graph before may have left the right values there."""
-    given = {value.untyped_storage().data_ptr() for value in call if isinstance(value, Tensor)}
+    given = {value.untyped_storage().data_ptr() for value in tensors_of(call)}
     for one in results:
         # an op that writes to its arguments returns them
         if one.untyped_storage().data_ptr() in given:

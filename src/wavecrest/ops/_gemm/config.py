@@ -254,8 +254,8 @@ def hopper_words(
 
 
 def hopper_words_of(shape: Shape, arch: Arch | None) -> Config:
-    """The one for a call: within 6 % of the fastest for the GEMMs of Llama 3.1 8B (one row, H200, 2026-11-29, no
-    record).
+    """The one for a call: within 6 % of the fastest for the GEMMs of Llama 3.1 8B in int4 (one row, in a row, H200,
+    2026-11-29_tune_llm_quantized_in_a_row.jsonl.gz).
 
     Programs that stay for one row that is not long. Elsewhere less is loaded ahead where gate and up are, or where more
     than two rows need the registers, and more warps share K where there are few programs.

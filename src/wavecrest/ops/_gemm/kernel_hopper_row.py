@@ -11,7 +11,16 @@ the eight columns of a product. With three of a layer's four GEMMs by these prog
 from __future__ import annotations
 
 from wavecrest.ops._gemm.kernel_digits import DIGITS, numbers_of, sum_and_largest
-from wavecrest.ops._gemm.kernel_hopper_words import BLOCK, WHOLE_BITS, WIDTH, bytes_of, ended, multiplied, words_at
+from wavecrest.ops._gemm.kernel_hopper_words import (
+    BLOCK,
+    WHOLE_BITS,
+    WIDTH,
+    along,
+    bytes_of,
+    ended,
+    multiplied,
+    words_at,
+)
 from wavecrest.ops.common.activation import activate
 from wavecrest.ops.common.device import magnitude, pdl_launch_dependents, pdl_wait, prefetch_l2
 from wavecrest.ops.common.triton import gl, gluon, in_order
@@ -141,15 +150,9 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
     mine = (tiles - program + programs - 1) // programs * STEPS
     units = blocks * (BLOCK // UNIT)
     # of b's words
-    warp = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, CHUNKS))), 1), 2
-    )
-    part = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CHUNKS))), 0), 2
-    )
-    chunk = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, CHUNKS))), 0), 0
-    )
+    warp = along(num_warps, 0, CHUNKS)
+    part = along(PARTS, 1, CHUNKS)
+    chunk = along(WORDS // 4, 2, CHUNKS)
     column = part // SPLIT
     unit = warp * SPLIT + part % SPLIT
     words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (
@@ -157,12 +160,8 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
     )
     up = N.to(gl.int64) * stride_bn * 4
     # of the scales
-    warp_s = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS))), 1), 2
-    )
-    part_s = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), 0), 2
-    )
+    warp_s = along(num_warps, 0, SUMS)
+    part_s = along(PARTS, 1, SUMS)
     column_s = part_s // SPLIT
     unit_s = warp_s * SPLIT + part_s % SPLIT
     scales = scale_ptr + (column_s.to(gl.int64) * stride_sn + unit_s)
@@ -202,9 +201,7 @@ def _hopper_row_kernel(  # type: ignore[no-untyped-def]
         a, gain_ptr, blocks * BLOCK, NORM_EPS, NORMED, INT4, UNIT, BLOCK_K, num_warps, TILE
     )
     # digit i of a half is worth 256^i, nothing of the other half
-    digit = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS))), 0), 0
-    )
+    digit = along(COLUMNS, 2, SUMS)
     times = ((127 + 8 * (digit % DIGITS)) << 23).to(gl.float32, bitcast=True)
     worth = gl.where(digit % DIGITS == 0, lowest, others * times)
     worth = gl.where(digit // DIGITS == part_s % SPLIT, worth, 0.0)

@@ -27,6 +27,21 @@ SHIFTED = gl.constexpr(16.0)
 
 
 @gluon.jit
+def along(SIZE: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """0 to SIZE - 1 along one of the three dimensions of a layout."""
+    if DIM == 0:
+        i = gl.arange(0, SIZE, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        i = gl.expand_dims(gl.expand_dims(i, 1), 2)
+    elif DIM == 1:
+        i = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        i = gl.expand_dims(gl.expand_dims(i, 0), 2)
+    else:
+        i = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+        i = gl.expand_dims(gl.expand_dims(i, 0), 0)
+    return i
+
+
+@gluon.jit
 def bytes_of(word):  # type: ignore[no-untyped-def]
     """The four bytes of each word, [..., 2, 2]."""
     v0 = word.to(gl.int8)
@@ -148,35 +163,23 @@ def _hopper_words_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     first = gl.program_id(0) * BLOCK_N
     # of b's words
-    warp = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, CHUNKS))), 1), 2
-    )
-    column = gl.expand_dims(
-        gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, CHUNKS))), 0), 2
-    )
-    chunk = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, CHUNKS))), 0), 0
-    )
+    warp = along(num_warps, 0, CHUNKS)
+    column = first + along(BLOCK_N, 1, CHUNKS)
+    chunk = along(WORDS // 4, 2, CHUNKS)
     words = b.to(gl.pointer_type(gl.int32), bitcast=True) + (column.to(gl.int64) * stride_bn + chunk) * 4
     in_b = column < N
     up = N.to(gl.int64) * stride_bn * 4
     # of digits: the columns of K in the order of the words
-    warp_a = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_A))), 1), 2
-    )
+    warp_a = along(num_warps, 0, OF_A)
     j = gl.arange(0, INNER, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_A)))
     # a unit of 64 columns in 32 bytes, which are two lanes' 16
     k = (j // 32) * 64 + j % 32 if INT4 else j
-    row = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, OF_A))), 0), 0)
+    row = along(COLUMNS, 2, OF_A)
     rows = digits + (row * blocks * BLOCK + gl.expand_dims(gl.expand_dims(k, 0), 2))
     in_a = row < M * DIGITS
     # of the scales
-    warp_s = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS))), 1), 2
-    )
-    column_s = gl.expand_dims(
-        gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), 0), 2
-    )
+    warp_s = along(num_warps, 0, SUMS)
+    column_s = first + along(BLOCK_N, 1, SUMS)
     scales = scale_ptr + column_s.to(gl.int64) * stride_sn
     in_s = column_s < N
     up_s = N.to(gl.int64) * stride_sn
