@@ -57,7 +57,7 @@ MARK = "sanitize result: "
 # the refusal of a kernel that is for another architecture
 OTHER = re.compile(r"is for (sm_|gfx)\d")
 # backends whose results are stored by the copy engine
-COPIES_RESULTS = ("triton_hopper", "triton_hopper_epilogue", "triton_hopper_blocks")
+COPIES_RESULTS = ("triton_hopper", "triton_hopper_epilogue", "triton_hopper_blocks", "triton_hopper_group")
 # (M, N, dtype, layout): one program with a ragged row, several rows a program, exact blocks, rows walked in blocks
 CASES = (
     (5, 33, torch.bfloat16, "contiguous"),

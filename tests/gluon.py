@@ -83,6 +83,9 @@ class Tile:
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.data.permute(*order))
 
+    def reshape(self, shape: list[int]) -> Tile:
+        return Tile(self.data.view(shape))
+
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
@@ -147,7 +150,9 @@ class Descriptor:
         return there, tuple(slice(0, length) for length in lengths)
 
 
-def _load_tile(source: Descriptor, coordinates: Any, bar: Barrier, tile: Tile) -> None:
+def _load_tile(source: Descriptor, coordinates: Any, bar: Barrier, tile: Tile, pred: Any = True) -> None:
+    if not pred:
+        return
     there, here = source.inside(coordinates)
     block = torch.zeros(source.block, dtype=source.dtype)
     block[here] = source.x[there]
@@ -164,20 +169,22 @@ class _Sums:
     """An accumulator that products are added to when they are waited for."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value = value
+        self.value, self.missing = value, 0
 
-    def add(self, a: Tile, b: Tile) -> None:
+    def add(self, a: Tile | Tensor, b: Tile) -> None:
         self.value = self.value + a.data.float() @ b.data.float()
+        self.missing -= 1
 
 
 _OURS = threading.local()
 
 
-def _multiply(a: Tile, b: Tile, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Sums:
+def _multiply(a: Tile | Tensor, b: Tile, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Sums:
     assert is_async
     made = acc if isinstance(acc, _Sums) else _Sums(acc)
     if not use_acc:
         made = _Sums(torch.zeros_like(made.value))
+    made.missing += 1
     _OURS.waiting = [*getattr(_OURS, "waiting", []), lambda: made.add(a, b)]
     return made
 
@@ -185,7 +192,7 @@ def _multiply(a: Tile, b: Tile, acc: Any, use_acc: bool = True, is_async: bool =
 def _multiplied(outstanding: int, deps: list[Any]) -> Any:
     while len(_OURS.waiting) > outstanding:
         _OURS.waiting.pop(0)()
-    found = [one.value if outstanding == 0 and isinstance(one, _Sums) else one for one in deps]
+    found = [one.value if isinstance(one, _Sums) and one.missing == 0 else one for one in deps]
     return found[0] if len(found) == 1 else found
 
 
@@ -284,6 +291,8 @@ class Kernels:
     def run(self, kernel: str, programs: int, *args: Any, **constants: Any) -> None:
         """One program after the other."""
         self._place.programs = programs
+        # what a kernel that failed was waiting for
+        _OURS.waiting = []
         for self._place.program in range(programs):
             self._names[kernel](*args, **constants)
 
@@ -299,7 +308,7 @@ class Kernels:
 
         barrier = SimpleNamespace(
             MBarrierLayout=layout, init=Barrier.init, arrive=Barrier.arrive, wait=Barrier.wait,
-            expect=lambda bar, size: bar.arrive(1, size),
+            expect=lambda bar, size, pred=True: bar.arrive(1, size) if pred else None,
         )  # fmt: skip
         gl = SimpleNamespace(
             constexpr=lambda x: x, static_range=builtins.range, int64=torch.int64, float32=torch.float32,
@@ -307,15 +316,17 @@ class Kernels:
             program_id=lambda _axis: number(self._place.program),
             num_programs=lambda _axis: number(self._place.programs),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
+            maximum=lambda a, b: torch.maximum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype), int8=torch.int8,
-            convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout, BlockedLayout=layout,
+            convert_layout=lambda x, _layout, **_how: x, warp_specialize=_specialize, SliceLayout=layout,
             arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load, store=Pointer.store,
             expand_dims=Tensor.unsqueeze, DotOperandLayout=layout, DistributedLinearLayout=layout, int32=torch.int32,
             float16=torch.float16, bfloat16=torch.bfloat16, pointer_type=lambda dtype: dtype,
             join=lambda a, b: torch.stack((a, b), -1), reshape=Tensor.reshape, permute=Tensor.permute,
-            SwizzledSharedLayout=layout, maximum=torch.maximum, max=lambda x, axis: x.amax(axis), rsqrt=torch.rsqrt,
-            reduce=_reduced, sum=lambda x, axis: x.sum(axis),
+            SwizzledSharedLayout=layout, exp2=torch.exp2, max=lambda x, axis: x.amax(axis), rsqrt=torch.rsqrt,
+            BlockedLayout=layout, cdiv=lambda a, b: -(-a // b), log2=torch.log2, reduce=_reduced,
+            sum=lambda x, axis: x.sum(axis),
             where=lambda *given: torch.where(given[0], *map(number, given[1:])),
             inline_asm_elementwise=lambda text, _constraints, args, _types, **_how: text(*args),
         )  # fmt: skip
@@ -327,7 +338,7 @@ class Kernels:
         return {
             "gl": gl, "gluon": gluon, "hopper": hopper, "load_tile": _load_tile, "store_tile": _store_tile,
             "range": numbers, "_halves": lambda x: x.unbind(-1),
-            "_bits": _bits,
+            "_bits": _bits, "thread_barrier": layout,
             "in_order": lambda tiles, _layout: tiles,
             "in_units": lambda tiles, *shape_and_layout: Tile(tiles.data.view(shape_and_layout[:-1])),
         }  # fmt: skip

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,21 +35,15 @@ from tests.ops.attention_harness import (
 from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_short, name, random, specialised
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import mapped
-from wavecrest.dispatch.decision import PortableKernel
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import config as configs
-from wavecrest.ops._flash_attention import kernel_hopper as hopper_kernel
 from wavecrest.ops._flash_attention import launch as launches
-from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
 from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.study import visible_pairs
-from wavecrest.ops._flash_attention.study.space import space_hopper_of, space_of
-from wavecrest.ops.common import launcher as _launcher
-from wavecrest.ops.common import triton as _triton
+from wavecrest.ops._flash_attention.study.space import space_of
 
 OURS = ("triton", "reference")
 # queries and keys: none and one of either, a tile and one more or less, several tiles, more of the one or the other
@@ -1069,169 +1062,6 @@ def test_scores_past_two_to_the_31() -> None:
     assert_within(got[:, -1:], want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
 
 
-# sm_90's own kernel, which has no interpreter
-
-HOPPER = "triton_hopper"
-
-
-@pytest.fixture
-def hopper() -> Op:
-    if hardware.detect().arch != "sm_90":
-        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return op
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("d", [16, 40, 64, 80, 128, 256])
-@pytest.mark.parametrize("key", ["plain", "causal", "right", "scale", "no scale", "sinks"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
-def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: Op) -> None:
-    """Lengths that fill no tile, fill it, and are of one row; more tiles than programs; heads that share keys."""
-    for batch, queries, keys in (
-        (2, 300, 533),
-        (2, 533, 300),
-        (2, 1, 200),
-        (1, 256, 256),
-        (3, 1000, 1),
-        (20, 1000, 1000),
-    ):
-        q, k, v = tensors(batch, queries, keys, HEADS, 2, d, dtype=dtype, device="cuda")
-        assert_attends(HOPPER, FlashAttentionCall(q, k, v, **option(key, queries, keys, "cuda", batch)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_hopper_configurations(d: int, causal: bool, hopper: Op) -> None:
-    call = FlashAttentionCall(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
-    want, space = by_reference(call), hopper.study.kernel(HOPPER).space
-    assert space is not None
-    for config in space(hopper.key(call), ARCHS["sm_90"]):
-        assert_attends(HOPPER, call, config, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("key", CASES)
-def test_hopper_says_what_it_does_not_take(key: str, hopper: Op) -> None:
-    call = FlashAttentionCall(
-        *tensors(2, 100, 130, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **option(key, 100, 130, "cuda")
-    )
-    taken = key in ("plain", "causal", "right", "scale", "no scale", "sinks")
-    assert (hopper.backends[HOPPER].refuse(call) is None) == taken
-    if taken:
-        assert_attends(HOPPER, call)
-    else:
-        with pytest.raises(Unsupported, match="does not know"):
-            hopper.run(HOPPER, call)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_hopper_strides(layout: str, hopper: Op) -> None:
-    """Views into one projection, in a sea of NaN; an odd address, which the portable kernel takes."""
-    sea = torch.full((2, 350, 3, HEADS, 72), math.nan, dtype=torch.float16, device="cuda")
-    views = [sea[:, 20:320, i, :, :64] for i in range(3)]
-    for seed, one in enumerate(views):
-        one.copy_(random(tuple(one.shape), torch.float16, "cuda", seed))
-    given = [one.transpose(1, 2) for one in views] if layout == "bhsd" else views
-    assert_attends(HOPPER, FlashAttentionCall(*given, layout=layout, causal=True))
-    odd = torch.empty(2 * 300 * HEADS * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(2, 300, HEADS, 64)
-    odd.copy_(views[0])
-    _launcher.replaced.cache_clear()
-    with pytest.warns(PortableKernel, match="flash_attention: "):
-        assert_attends(HOPPER, FlashAttentionCall(odd, *views[1:], causal=True))
-    expanded = views[1][:, :, :1].expand(2, 300, HEADS, 64)
-    with pytest.raises(Unsupported, match="not 0"):
-        hopper.run(HOPPER, FlashAttentionCall(views[0], expanded, views[2]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: Op) -> None:
-    q, k, v = tensors(9, 700, 700, HEADS, 2, 128, dtype=torch.bfloat16, device="cuda")
-    together = hopper.run(HOPPER, FlashAttentionCall(q, k, v, causal=causal))
-    for _ in range(3):
-        assert torch.equal(hopper.run(HOPPER, FlashAttentionCall(q, k, v, causal=causal)), together)
-    for one in (0, 4, 8):
-        alone = hopper.run(
-            HOPPER, FlashAttentionCall(q[one : one + 1], k[one : one + 1], v[one : one + 1], causal=causal)
-        )
-        assert torch.equal(alone, together[one : one + 1])
-
-
-@pytest.mark.gpu
-def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper: Op) -> None:
-    from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
-
-    hopper.force(HOPPER)
-    call = FlashAttentionCall(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)
-    hopper(call)
-    torch.cuda.synchronize()
-    before = len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = hopper(call)
-    for seed in (5, 6):
-        fresh = tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed)
-        for one, other in zip(call[:3], fresh, strict=True):
-            one.copy_(other)
-        result.fill_(math.nan)
-        graph.replay()
-        want = by_reference(call)
-        assert_within(result, want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
-    for queries, keys, batch in ((501, 600, 2), (16, 4096, 3), (1024, 1, 1), (333, 777, 7)):
-        other = tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda")
-        hopper(FlashAttentionCall(*other, causal=True))
-    assert len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0]) == before
-
-
-@pytest.mark.parametrize("right", [False, True], ids=["all", "diagonal"])
-@pytest.mark.parametrize(
-    ("tiles", "section", "total", "programs"),
-    [
-        (32, 8, 128, 132),
-        (32, 1, 3, 96),
-        (1, 5, 7, 7),
-        (8, 64, 256, 132),
-        (128, 2, 32, 132),
-        (32, 4, 32, 132),
-        (3, 4, 18, 54),
-        (5, 9, 9, 1),
-    ],
-)
-def test_hopper_work_is_shared_out(
-    tiles: int, section: int, total: int, programs: int, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every tile of every head once; with a diagonal no program has much more to do than another."""
-    if _triton.no_gluon is not None:
-        pytest.skip(_triton.no_gluon)
-    program = [0]
-    monkeypatch.setattr(hopper_kernel, "gl", SimpleNamespace(
-        num_programs=lambda _axis: programs, program_id=lambda _axis: program[0], cdiv=lambda a, b: -(-a // b),
-        where=lambda a, b, c: b if a else c, minimum=min,
-    ))  # fmt: skip
-    seen: list[tuple[int, int]] = []
-    loads = []
-    for program[0] in range(programs):
-        turns, all_turns = hopper_kernel._turns.fn(tiles, section, total)
-        work = [hopper_kernel._work.fn(turn, turns, tiles, section, total, right) for turn in range(all_turns)]
-        mine = [(tile, head) for tile, head in work if tile >= 0]
-        seen += mine
-        loads.append(sum(tile + 1 for tile, _ in mine))
-    assert sorted(seen) == [(tile, head) for tile in range(tiles) for head in range(total)]
-    if right and tiles * total > 8 * programs:
-        assert max(loads) <= 1.06 * sum(loads) / programs
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_hopper_configurations_fit(d: int) -> None:
-    shape = configs.Shape(4096, d, 16, True, 0)
-    tried = list(space_hopper_of(shape, ARCHS["sm_90"]))
-    assert tried[0] == hopper_launch.default(shape) and len(tried) == len(set(tried)) > 1
-    for one in tried:
-        assert 2 * d * (one["BLOCK_M"] + 2 * one["STAGES"] * one["BLOCK_N"]) < 227 << 10
-
-
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
 def test_matrix_instructions_of_32_rows_where_they_were_counted(arch: str) -> None:
     """By default on two architectures, of plain 16-bit calls of D up to 128; `tune` tries those of 16 rows beside."""
@@ -1249,11 +1079,3 @@ def test_matrix_instructions_of_32_rows_where_they_were_counted(arch: str) -> No
     tiles = {(one["BLOCK_M"], one["BLOCK_N"], one["num_stages"], one["matrix_instr_nonkdim"]) for one in tried}
     assert {(128, 64, 1, 16), *([(128, 64, 1, 32), (128, 32, 2, 32)] if wide else [])} <= tiles
     assert wide == any(one["matrix_instr_nonkdim"] == 32 for one in tried) and len(tried) == len(set(tried))
-
-
-def test_hopper_is_for_sm_90(device: str) -> None:
-    if device == "cuda":
-        pytest.skip("without a GPU")
-    call = FlashAttentionCall(*tensors(1, 4, 4, d=64, dtype=torch.float16, device=device))
-    reason = op.backends[HOPPER].refuse(call)
-    assert reason is not None and "sm_90" in reason

@@ -250,7 +250,11 @@ def test_what_a_key_leaves_open_has_no_ranking() -> None:
 
 def test_kernels_of_one_architecture_are_not_ranked_for_others() -> None:
     op, key, _ = key_of("flash_attention", (2, 8, 1024, 64), torch.bfloat16)
-    assert {one.backend for one in rank(op.study.kernels, key, H200)} == {"triton", "triton_hopper"}
+    assert {one.backend for one in rank(op.study.kernels, key, H200)} == {
+        "triton",
+        "triton_hopper",
+        "triton_hopper_group",
+    }
     for arch in ("gfx942", "sm_80", "sm_100"):
         assert {one.backend for one in rank(op.study.kernels, key, ARCHS[arch])} == {"triton"}
 

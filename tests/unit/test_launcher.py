@@ -149,6 +149,11 @@ DESCRIBED: dict[str, tuple[str, str, str, Callable[[], Any], tuple[Tensor, ...]]
         "flash_attention", "triton_hopper", "_flash_attention.launch_hopper._hopper_attention_kernel",
         lambda: ops.flash_attention(Q, Q, Q), (Q, Q, Q),
     ),
+    "flash_attention of one group": (
+        "flash_attention", "triton_hopper_group",
+        "_flash_attention.launch_hopper_group._hopper_group_attention_kernel",
+        lambda: ops.flash_attention(Q, Q, Q), (Q, Q, Q),
+    ),
     "mla_decode": (
         "mla_decode", "triton_hopper", "_mla_decode.launch_hopper._hopper_mla_kernel",
         lambda: ops.mla_decode(Q_NOPE, Q_ROPE, CACHE, seq_lens=LENGTHS, softmax_scale=0.1), (CACHE, CACHE),

@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
     # the grouped GEMMs of a mixture of experts, with the sort before and the sum behind them
     Rule(r"^_moe_\w+_kernel$", "gemm", "wavecrest"),
     Rule(r"^_(?:causal_conv1d|conv2d)_kernel$", "convolution", "wavecrest"),
-    Rule(r"^_(?:flash_attention|(?:hopper|cdna|short)_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$",
+    Rule(r"^_(?:flash_attention|(?:hopper|hopper_group|cdna|short)_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$",
          "attention", "wavecrest"),
     # a recurrence in place of attention; its norm by itself
     Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),

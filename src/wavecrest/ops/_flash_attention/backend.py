@@ -11,6 +11,7 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_hopper_group as _hopper_group
 import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.target as _target
@@ -69,6 +70,15 @@ def _refuse_hopper(call: FlashAttentionCall) -> str | None:
     return refuse(call) or _hopper.refusal(call, access(call))
 
 
+def hopper_group_config(key: Key) -> Config:
+    """The configuration of sm_90's kernel of one group of warps for a key where nothing measured is known."""
+    return _hopper_group.default(shape_of(key))
+
+
+def _refuse_hopper_group(call: FlashAttentionCall) -> str | None:
+    return refuse(call) or _hopper_group.refusal(call, access(call))
+
+
 def cdna_config(key: Key) -> Config:
     """The configuration of gfx950's kernel for a key where nothing measured is known."""
     return _cdna.default(shape_of(key), _target.arch())
@@ -95,6 +105,12 @@ def _bind_hopper(
     call: FlashAttentionCall, config: Config
 ) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
     return _hopper.bind(call, config, _portable(call))
+
+
+def _bind_hopper_group(
+    call: FlashAttentionCall, config: Config
+) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
+    return _hopper_group.bind(call, config, _portable(call))
 
 
 def _bind_cdna(
@@ -127,6 +143,14 @@ op.attach_kernel(
     opt_in=_opt_in,
     priority=PRIORITY,
     default_config=hopper_config,
+)
+op.attach_kernel(
+    "triton_hopper_group",
+    _bind_hopper_group,
+    refuse=_refuse_hopper_group,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=hopper_group_config,
 )
 op.attach_kernel(
     "triton_cdna",

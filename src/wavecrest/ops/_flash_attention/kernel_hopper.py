@@ -112,7 +112,7 @@ def _weighed(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """(weights, m_i, l_i, alpha): of each row the largest score and sum of weights so far; alpha scales older sums."""
+    """(weights, m_i, l_i, alpha): of each row the largest score and sums of weights so far; alpha scales older sums."""
     if MASKED:
         cols = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
         # after the scale, which may be 0
@@ -131,7 +131,21 @@ def _weighed(  # type: ignore[no-untyped-def]
         base = m_new
         p = gl.exp2(s * scale - base[:, None])
     alpha = gl.exp2(m_i - base)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    sums = _sums(p)
+    older = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return p, m_new, l_i * older[:, None] + sums, alpha
+
+
+@gluon.jit
+def _sums(p):  # type: ignore[no-untyped-def]
+    """Sums of every eighth column, [M, 8] of [M, N]: each of columns that one thread has, added up when all is done."""
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _no_sums(rows: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums before the first tile."""
+    return _sums(gl.zeros([rows, BLOCK_N], gl.float32, layout=SCORES))
 
 
 @gluon.jit
@@ -201,12 +215,12 @@ def _multiply(  # type: ignore[no-untyped-def]
             start_m = tile * BLOCK_M + me * ROWS
             upper = gl.minimum(start_m + offs_m + seqlen_k - seqlen_q + right, seqlen_k - 1)
             m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-            l_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
+            l_i = _no_sums(ROWS, BLOCK_N, SCORES)
             if SINKS:
-                # a key without a value, seen first
+                # a key without a value, seen first: an eighth of its weight, 1, in each sum
                 sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
                 m_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
-                l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)
+                l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
             hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
             if count > 0:
@@ -239,15 +253,16 @@ def _multiply(  # type: ignore[no-untyped-def]
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
                 step += 1
+            denominator = gl.convert_layout(gl.sum(l_i, 1), ROW)
             if LSE:
                 # −inf for a row that has seen nothing
-                logarithm = (m_i + gl.log2(l_i)) * LN_2
+                logarithm = (m_i + gl.log2(denominator)) * LN_2
                 gl.store(
                     lse_ptr + head.to(gl.int64) * seqlen_q + start_m + offs_m,
                     logarithm,
                     mask=start_m + offs_m < seqlen_q,
                 )
-            share = gl.convert_layout(1.0 / gl.where(l_i == 0.0, 1.0, l_i), gl.SliceLayout(1, SUMS))
+            share = gl.convert_layout(1.0 / gl.where(denominator == 0.0, 1.0, denominator), gl.SliceLayout(1, SUMS))
             # the result takes the place of q
             q.store((acc * share[:, None]).to(q_tiles.dtype))
             hopper.fence_async_shared()

@@ -82,7 +82,7 @@ def launch(
         _hopper_attention_kernel,
         (min(tiles * all_heads, units),),
         (
-            *_descriptors(call, o, config), *_tensors(call, lse),
+            *descriptors(call, o, config["BLOCK_M"] // GROUPS, config["BLOCK_N"]), *tensors(call, lse),
             call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, all_heads,
             min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
         ),
@@ -90,32 +90,41 @@ def launch(
             "RIGHT": call.right >= 0,
             "SINKS": call.sinks is not None,
             "LSE": call.return_lse,
-            "BLOCK_D": max(LEAST_BLOCK, _layout.power_of_two(call.head_dim)),
+            "BLOCK_D": width(call),
         },
         config,
     )  # fmt: skip
 
 
-def _descriptors(call: FlashAttentionCall, o: Tensor, config: Config) -> tuple[Any, ...]:
-    rows, keys = config["BLOCK_M"] // GROUPS, config["BLOCK_N"]
-    width = max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
+def width(call: FlashAttentionCall) -> int:
+    """Columns of the tiles: head_dim, or the next power of two."""
+    return max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
+
+
+def descriptors(call: FlashAttentionCall, o: Tensor, rows: int, keys: int) -> tuple[Any, ...]:
+    """The descriptors of q, k, v and o: tiles of `rows` queries and of `keys` keys."""
     return tuple(
-        _triton.tile_descriptor(call.bhsd(one), [1, 1, count, width])
+        _triton.tile_descriptor(call.bhsd(one), [1, 1, count, width(call)])
         for one, count in ((call.q, rows), (call.k, keys), (call.v, keys), (o, rows))
     )
 
 
-def _tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+def tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """The tensors without descriptors; q, which is not read through them, in the place of an absent one."""
     return (call.q if lse is None else lse, call.q if call.sinks is None else call.sinks)
 
 
 def bind(
-    call: FlashAttentionCall, config: Config, portable: Callable[[FlashAttentionCall], Any]
+    call: FlashAttentionCall,
+    config: Config,
+    portable: Callable[[FlashAttentionCall], Any],
+    backend: str = "triton_hopper",
+    launch: Callable[..., _launcher.Launch] = launch,
 ) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
-    """The function that launches the kernel for calls with the signature of this one.
+    """The function that launches a kernel for sm_90 for calls with the signature of this one.
 
-    `portable`: the other kernel's, for a call whose tensors do not begin at multiples of 16 bytes, as descriptors must.
+    `portable`: the other kernel's, for a call whose tensors do not begin at multiples of 16 bytes, as descriptors must;
+    `backend` and its `launch`: this kernel's, or another's with the same tensors.
     """
     device, arch = call.q.device, _target.arch()
     some = call.batch * call.seqlen_q * call.q.numel() > 0
@@ -126,7 +135,7 @@ def bind(
         nonlocal start
         q, k, v = call.q, call.k, call.v
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if addresses % 16 != 0 and not _launcher.aligned("flash_attention", addresses, "triton_hopper"):
+        if addresses % 16 != 0 and not _launcher.aligned("flash_attention", addresses, backend):
             result: Tensor | tuple[Tensor, Tensor] = portable(call)
             return result
         o = torch.empty(shape, dtype=dtype, device=device)
@@ -135,7 +144,7 @@ def bind(
             if start is None:
                 made = launch(call, o, lse, config, arch)
                 start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
-            start(q, k, v, o, *_tensors(call, lse))
+            start(q, k, v, o, *tensors(call, lse))
         return o if lse is None else (o, lse)
 
     return run

@@ -11,6 +11,7 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_hopper_group as _hopper_group
 import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
@@ -37,6 +38,9 @@ def studies() -> dict[str, Study[FlashAttentionCall]]:
         kernels={
             "triton": KernelStudy(space.space, _launches, partial(work, "triton")),
             "triton_hopper": KernelStudy(space.space_hopper, _hopper_launches, partial(work, "triton_hopper")),
+            "triton_hopper_group": KernelStudy(
+                space.space_hopper_group, _hopper_group_launches, partial(work, "triton_hopper_group")
+            ),
             "triton_cdna": KernelStudy(space.space_cdna, _cdna_launches, partial(work, "triton_cdna")),
             "triton_short": KernelStudy(space.space_short, _short_launches, work_short),
         },
@@ -91,6 +95,13 @@ def _hopper_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> li
     return [_hopper.launch(call, *_launch.empty_results(meta), config, arch)]
 
 
+def _hopper_group_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    if call.batch * call.seqlen_q * call.q.numel() == 0:
+        return []
+    meta = call._replace(q=call.q.to("meta"))
+    return [_hopper_group.launch(call, *_launch.empty_results(meta), config, arch)]
+
+
 def _cdna_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
     if call.batch * call.seqlen_q * call.q.numel() == 0:
         return []
@@ -122,6 +133,9 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         for name, call in cases.compiled_for_hopper().items():
             chosen = _hopper.default(shape_of(key_of(call)))
             made[f"hopper {name}"] = _hopper.launch(call, *_launch.empty_results(call), chosen, arch)
+            if call.head_dim <= _hopper_group.MOST_HEAD_DIM:
+                chosen = _hopper_group.default(shape_of(key_of(call)))
+                made[f"hopper group {name}"] = _hopper_group.launch(call, *_launch.empty_results(call), chosen, arch)
     if arch.name == _cdna.ARCH and config is None:
         for name, call in cases.compiled_for_cdna().items():
             chosen = _cdna.default(shape_of(key_of(call)), arch)

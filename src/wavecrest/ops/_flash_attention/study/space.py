@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import wavecrest.ops._flash_attention.launch_cdna as _cdna
 import wavecrest.ops._flash_attention.launch_hopper as _hopper
+import wavecrest.ops._flash_attention.launch_hopper_group as _hopper_group
 import wavecrest.ops._flash_attention.launch_short as _short
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
@@ -110,6 +111,22 @@ def space_hopper_of(shape: Shape, arch: Arch) -> Iterator[Config]:
         # sums, scores and weights of a thread
         held = rows // _hopper.GROUPS * (width + keys + keys // 2) // 128
         if made != first and needed <= arch.lds_kib << 10 and held <= 200:
+            yield made
+
+
+def space_hopper_group(key: Key, _arch: Arch) -> Iterator[Config]:
+    """The configurations of the kernel for sm_90 with one group of warps for a key."""
+    return space_hopper_group_of(shape_of(key))
+
+
+def space_hopper_group_of(shape: Shape) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first."""
+    first = _hopper_group.default(shape)
+    yield first
+    # with wider heads 128 keys leave one program a multiprocessor
+    for keys in (64, 128) if shape.head_dim <= 64 else (64,):
+        made = _hopper_group.made_of(keys)
+        if made != first:
             yield made
 
 

@@ -46,11 +46,13 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     if 0 in (part["batch"], part["queries"], part["keys"]):
         return ()
     hopper, cdna = backend == "triton_hopper", backend == "triton_cdna"
-    if (hopper and arch.name != "sm_90") or (cdna and arch.name != CDNA):
+    # programs of one group, which hide their softmax beside those of each other
+    alone = backend == "triton_hopper_group"
+    if ((hopper or alone) and arch.name != "sm_90") or (cdna and arch.name != CDNA):
         return ()
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     warps = GROUPS * _GROUP_WARPS if hopper else config["num_warps"]
-    stages = config["STAGES"] if hopper else 2 if cdna else config["num_stages"]
+    stages = config["STAGES"] if hopper else 2 if cdna or alone else config["num_stages"]
     d, dv = (max(LEAST_BLOCK, _layout.power_of_two(part[name])) for name in ("d", "dv"))
     heads = part["batch"] * part["heads"]
     programs, steps = _layout.ceil_div(part["queries"], m) * heads, _seen(part, m, n) / n
@@ -81,7 +83,7 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
             + (0.0 if cdna else _work.staged(loaded, lanes, stages, arch)),
             stored=m * part["dv"] * size, matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0],
             rate=scores.rate, vector=_vector(shape, part, m, n, d, dv, arch),
-            lds=scores.lds + values.lds + loaded * (1.0 if hopper or cdna else _work.COPIED_TWICE),
+            lds=scores.lds + values.lds + loaded * (1.0 if hopper or alone or cdna else _work.COPIED_TWICE),
             chain=scores.chain + values.chain + _work.REDUCED_CYCLES, groups=groups,
             ends=ends,
         ),
