@@ -192,9 +192,9 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+    me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
     seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
+    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The attention of one group's rows, tile after tile."""
@@ -247,12 +247,17 @@ def _multiply(  # type: ignore[no-untyped-def]
                         False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
                     )  # fmt: skip
                     step += 1
+                if OWN:
+                    # the next tile's q, k and v arrive beside the last values and the division
+                    hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
                 slot = step % STAGES
                 hopper.mbarrier.wait(bars[V_FULL].index(slot), (step // STAGES) & 1)
                 acc = hopper.warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
                 step += 1
+            elif OWN:
+                hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
             denominator = gl.convert_layout(gl.sum(l_i, 1), ROW)
             if LSE:
                 # −inf for a row that has seen nothing
@@ -263,13 +268,16 @@ def _multiply(  # type: ignore[no-untyped-def]
                     mask=start_m + offs_m < seqlen_q,
                 )
             share = gl.convert_layout(1.0 / gl.where(denominator == 0.0, 1.0, denominator), gl.SliceLayout(1, SUMS))
-            # the result takes the place of q
-            q.store((acc * share[:, None]).to(q_tiles.dtype))
-            hopper.fence_async_shared()
-            store_tile(o_desc, [head // heads, head % heads, start_m, 0], q_tiles.index(me))
+            # the last tile's result has left
             hopper.tma.store_wait(0)
-            hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
+            o_tiles.index(me).reshape([ROWS, BLOCK_D]).store((acc * share[:, None]).to(q_tiles.dtype))
+            hopper.fence_async_shared()
+            store_tile(o_desc, [head // heads, head % heads, start_m, 0], o_tiles.index(me))
+            if not OWN:
+                hopper.tma.store_wait(0)
+                hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
             done += 1
+    hopper.tma.store_wait(0)
 
 
 @gluon.jit(
@@ -280,17 +288,21 @@ def _multiply(  # type: ignore[no-untyped-def]
 def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
     scale, seqlen_q, seqlen_k, heads, group, section, tiles, total, right, stride_sink,
-    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
+    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M queries of `total` heads, those of all sequences, shared out among the programs.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M / 2 rows (q, o) or BLOCK_N (k, v); `section`: heads whose
-    tiles go together; `right`: of the window, where there is one (RIGHT).
+    tiles go together; `right`: of the window, where there is one (RIGHT); OWN: results have shared memory of their own,
+    otherwise they take the place of q.
     """
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    o_tiles = q_tiles
+    if OWN:
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)
     bars = (
         barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
         barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
@@ -307,14 +319,14 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                 tiles, total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_multiply, (
-                gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+                gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
                 seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                RIGHT, SINKS, LSE, OWN, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
             (_multiply, (
-                gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+                gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
                 seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                RIGHT, SINKS, LSE, OWN, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
         ],
         [4, 4],

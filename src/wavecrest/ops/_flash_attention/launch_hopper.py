@@ -23,6 +23,8 @@ from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 DESCRIPTORS = 4
 # consumer warp groups, each with separate rows
 GROUPS = 2
+# bytes of a program's shared memory for tiles; barriers have the rest of 227 KiB
+SHARED_BYTES = 226 << 10
 # bytes of the L2 cache of 50 MiB that k and v of the heads that run together may take
 SECTION_BYTES = 16 << 20
 
@@ -90,10 +92,16 @@ def launch(
             "RIGHT": call.right >= 0,
             "SINKS": call.sinks is not None,
             "LSE": call.return_lse,
+            "OWN": shared_bytes(call, config) + 2 * config["BLOCK_M"] * width(call) <= SHARED_BYTES,
             "BLOCK_D": width(call),
         },
         config,
     )  # fmt: skip
+
+
+def shared_bytes(call: FlashAttentionCall, config: Config) -> int:
+    """Bytes of shared memory of q, and of the stages of k and v."""
+    return 2 * width(call) * (config["BLOCK_M"] + 2 * config["STAGES"] * config["BLOCK_N"])
 
 
 def width(call: FlashAttentionCall) -> int:
