@@ -137,6 +137,20 @@ def _weighed(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _weighed_first(  # type: ignore[no-untyped-def]
+    s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr
+):
+    """(weights, m_i, l_i) of the last of `count` tiles of keys, of which all queries see `whole` in full."""
+    if count > whole:
+        # it is ragged, or on the diagonal
+        start = (count - 1) * BLOCK_N
+        p, m_i, l_i, _ = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, True, RIGHT, BLOCK_N, SCORES)
+    else:
+        p, m_i, l_i, _ = _weighed(s, m_i, l_i, 0, upper, seqlen_k, scale, False, RIGHT, BLOCK_N, SCORES)
+    return p, m_i, l_i
+
+
+@gluon.jit
 def _sums(p):  # type: ignore[no-untyped-def]
     """Sums of every eighth column, [M, 8] of [M, N]: each of columns that one thread has, added up when all is done."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
@@ -229,9 +243,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                     hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
-                # the last tile may be ragged, with or without a diagonal
-                p, m_i, l_i, _ = _weighed(
-                    s, m_i, l_i, (count - 1) * BLOCK_N, upper, seqlen_k, scale, True, RIGHT, BLOCK_N, SCORES
+                p, m_i, l_i = _weighed_first(
+                    s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES
                 )
                 p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
                 if RIGHT:

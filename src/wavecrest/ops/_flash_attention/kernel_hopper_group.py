@@ -9,7 +9,7 @@ multiplied beside this one's weights and v, as there.
 from __future__ import annotations
 
 from wavecrest.ops._flash_attention.kernel import LN_2
-from wavecrest.ops._flash_attention.kernel_hopper import _ends, _no_sums, _weighed
+from wavecrest.ops._flash_attention.kernel_hopper import _ends, _no_sums, _weighed, _weighed_first
 from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import barriers
 from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, store_tile, thread_barrier
@@ -143,10 +143,7 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
         thread_barrier()
         _load(STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, BLOCK_N)
         _load(STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, BLOCK_N)
-        # the last tile may be ragged, with or without a diagonal
-        p, m_i, l_i, _ = _weighed(
-            s, m_i, l_i, (count - 1) * BLOCK_N, upper, seqlen_k, scale, True, RIGHT, BLOCK_N, SCORES
-        )
+        p, m_i, l_i = _weighed_first(s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES)
         p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
         if RIGHT:
             for i in range(1, count - whole):
