@@ -162,10 +162,85 @@ def _no_sums(rows: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):  
     return _sums(gl.zeros([rows, BLOCK_N], gl.float32, layout=SCORES))
 
 
+# tiles are as wide as a power of two, and may have columns behind head_dim. With REST > 0 only REST columns behind the
+# first half are multiplied: sums are `acc`, of that half, and `rest`. With 0 `acc` has all, and `rest` is not used
+
+
+@gluon.jit
+def _halves(rows: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(acc, rest) of zeros, for `rows` rows of results."""
+    head: gl.constexpr = BLOCK_D if REST == 0 else BLOCK_D // 2
+    behind: gl.constexpr = 16 if REST == 0 else REST
+    first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, head, 16])
+    second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, behind, 16])
+    return gl.zeros([rows, head], gl.float32, layout=first), gl.zeros([rows, behind], gl.float32, layout=second)
+
+
+@gluon.jit
+def _begin_scores(q, k, zeros, BLOCK_D: gl.constexpr, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin q @ k, of a tile of keys [BLOCK_D, BLOCK_N]."""
+    if REST == 0:
+        s = hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    else:
+        half: gl.constexpr = BLOCK_D // 2
+        s = hopper.warpgroup_mma(q.slice(0, half, 1), k.slice(0, half, 0), zeros, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma(q.slice(half, REST, 1), k.slice(half, REST, 0), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _begin_values(p, v, acc, rest, BLOCK_D: gl.constexpr, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin (acc, rest) + p @ v, of a tile of values [BLOCK_N, BLOCK_D]: one product, or two."""
+    if REST == 0:
+        acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+    else:
+        half: gl.constexpr = BLOCK_D // 2
+        acc = hopper.warpgroup_mma(p, v.slice(0, half, 1), acc, is_async=True)
+        weights = gl.convert_layout(p, gl.DotOperandLayout(0, rest.type.layout, 2), assert_trivial=True)
+        rest = hopper.warpgroup_mma(weights, v.slice(half, REST, 1), rest, is_async=True)
+    return acc, rest
+
+
+@gluon.jit
+def _wait_for_scores(s, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The scores of products that were begun before those of `_begin_values`, which may go on."""
+    return hopper.warpgroup_mma_wait(1 if REST == 0 else 2, deps=[s])
+
+
+@gluon.jit
+def _wait_for_values(acc, rest, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(acc, rest) when all products are made."""
+    if REST == 0:
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    else:
+        acc, rest = hopper.warpgroup_mma_wait(0, deps=[acc, rest])
+    return acc, rest
+
+
+@gluon.jit
+def _times(acc, rest, factor, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(acc, rest) with each row times its factor."""
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if REST > 0:
+        rest = rest * gl.convert_layout(factor, gl.SliceLayout(1, rest.type.layout))[:, None]
+    return acc, rest
+
+
+@gluon.jit
+def _store(tile, acc, rest, BLOCK_D: gl.constexpr, REST: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(acc, rest) into a tile of results, [rows, BLOCK_D]; what is behind head_dim does not leave it."""
+    if REST == 0:
+        tile.store(acc.to(tile.dtype))
+    else:
+        half: gl.constexpr = BLOCK_D // 2
+        tile.slice(0, half, 1).store(acc.to(tile.dtype))
+        tile.slice(half, REST, 1).store(rest.to(tile.dtype))
+
+
 @gluon.jit
 def _scores(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, q, k_tiles, bars, step, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr,
+    me: gl.constexpr, q, k_tiles, bars, step, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Begin to multiply q with a step's keys, when they are there and it is this group's turn."""
     slot = step % STAGES
@@ -174,34 +249,37 @@ def _scores(  # type: ignore[no-untyped-def]
         hopper.mbarrier.wait(bars[TURN].index(me), step & 1)
     k = k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    return _begin_scores(q, k, zeros, BLOCK_D, REST)
 
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, p, m_i, l_i, acc, step, start, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
-    MASKED: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+    me: gl.constexpr, p, m_i, l_i, acc, rest, step, start, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
+    MASKED: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply one step's weights with v beside the next step's scores and softmax: both of the next step."""
     slot = step % STAGES
     phase = (step // STAGES) & 1
-    s = _scores(me, q, k_tiles, bars, step + 1, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
+    s = _scores(me, q, k_tiles, bars, step + 1, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES)
     hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
     v = v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D])
-    acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+    acc, rest = _begin_values(p, v, acc, rest, BLOCK_D, REST)
     if TURNS:
         hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
-    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    s = _wait_for_scores(s, REST)
     hopper.mbarrier.arrive(bars[K_EMPTY].index((step + 1) % STAGES), count=1)
     weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, MASKED, RIGHT, BLOCK_N, SCORES)
     p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
     # v has been there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
     hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
-    acc, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, l_i, alpha])
+    if REST == 0:
+        acc, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, l_i, alpha])
+    else:
+        acc, rest, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, rest, p, p_next, l_i, alpha])
     hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-    return p_next, m_i, l_i, acc
+    acc, rest = _times(acc, rest, alpha, REST)
+    return p_next, m_i, l_i, acc, rest
 
 
 @gluon.jit
@@ -209,13 +287,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
     seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The attention of one group's rows, tile after tile."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q = q_tiles.index(me).reshape([ROWS, BLOCK_D])
     offs_m = gl.arange(0, ROWS, layout=ROW)
@@ -235,29 +311,29 @@ def _multiply(  # type: ignore[no-untyped-def]
                 sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
                 m_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
                 l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
-            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
+            acc, rest = _halves(ROWS, BLOCK_D, REST, 4)
+            WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
             hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
             if count > 0:
-                s = _scores(me, q, k_tiles, bars, step, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
+                s = _scores(me, q, k_tiles, bars, step, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES)
                 if TURNS:
                     hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
-                p, m_i, l_i = _weighed_first(
-                    s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES
-                )
+                p, m_i, l_i = _weighed_first(s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES)
                 p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
                 if RIGHT:
                     for i in range(1, count - whole):
-                        p, m_i, l_i, acc = _step(
-                            me, p, m_i, l_i, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
-                            seqlen_k, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                        p, m_i, l_i, acc, rest = _step(
+                            me, p, m_i, l_i, acc, rest, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars,
+                            upper, seqlen_k, scale, True, RIGHT, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES,
+                            WEIGHTS,
                         )  # fmt: skip
                         step += 1
                 for _ in range(gl.maximum(count - whole, 1), count):
-                    p, m_i, l_i, acc = _step(
-                        me, p, m_i, l_i, acc, step, 0, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
-                        False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                    p, m_i, l_i, acc, rest = _step(
+                        me, p, m_i, l_i, acc, rest, step, 0, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
+                        False, RIGHT, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES, WEIGHTS,
                     )  # fmt: skip
                     step += 1
                 if OWN:
@@ -265,8 +341,9 @@ def _multiply(  # type: ignore[no-untyped-def]
                     hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
                 slot = step % STAGES
                 hopper.mbarrier.wait(bars[V_FULL].index(slot), (step // STAGES) & 1)
-                acc = hopper.warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                v = v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D])
+                acc, rest = _begin_values(p, v, acc, rest, BLOCK_D, REST)
+                acc, rest = _wait_for_values(acc, rest, REST)
                 hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
                 step += 1
             elif OWN:
@@ -280,10 +357,10 @@ def _multiply(  # type: ignore[no-untyped-def]
                     logarithm,
                     mask=start_m + offs_m < seqlen_q,
                 )
-            share = gl.convert_layout(1.0 / gl.where(denominator == 0.0, 1.0, denominator), gl.SliceLayout(1, SUMS))
+            acc, rest = _times(acc, rest, 1.0 / gl.where(denominator == 0.0, 1.0, denominator), REST)
             # the last tile's result has left
             hopper.tma.store_wait(0)
-            o_tiles.index(me).reshape([ROWS, BLOCK_D]).store((acc * share[:, None]).to(q_tiles.dtype))
+            _store(o_tiles.index(me).reshape([ROWS, BLOCK_D]), acc, rest, BLOCK_D, REST)
             hopper.fence_async_shared()
             store_tile(o_desc, [head // heads, head % heads, start_m, 0], o_tiles.index(me))
             if not OWN:
@@ -302,13 +379,13 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
     scale, seqlen_q, seqlen_k, heads, group, section, tiles, total, right, stride_sink,
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M queries of `total` heads, those of all sequences, shared out among the programs.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M / 2 rows (q, o) or BLOCK_N (k, v); `section`: heads whose
     tiles go together; `right`: of the window, where there is one (RIGHT); OWN: results have shared memory of their own,
-    otherwise they take the place of q.
+    otherwise they take the place of q; REST: columns behind the first half of BLOCK_D that are multiplied, or 0: all.
     """
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
@@ -334,12 +411,12 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
             (_multiply, (
                 gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
                 seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, OWN, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                RIGHT, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
             (_multiply, (
                 gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
                 seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, OWN, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                RIGHT, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
         ],
         [4, 4],

@@ -9,7 +9,19 @@ multiplied beside this one's weights and v, as there.
 from __future__ import annotations
 
 from wavecrest.ops._flash_attention.kernel import LN_2
-from wavecrest.ops._flash_attention.kernel_hopper import _ends, _no_sums, _weighed, _weighed_first
+from wavecrest.ops._flash_attention.kernel_hopper import (
+    _begin_scores,
+    _begin_values,
+    _ends,
+    _halves,
+    _no_sums,
+    _store,
+    _times,
+    _wait_for_scores,
+    _wait_for_values,
+    _weighed,
+    _weighed_first,
+)
 from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import barriers
 from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, store_tile, thread_barrier
@@ -33,32 +45,35 @@ def _load(i, desc, tiles, bars, sequence, kv_head, count, BLOCK_N: gl.constexpr)
 
 @gluon.jit
 def _scores(  # type: ignore[no-untyped-def]
-    i, q, k_tiles, k_bars, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr
-):
+    i, q, k_tiles, k_bars, BLOCK_D: gl.constexpr, REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
     """Begin to multiply q with the keys of step i, when they are there."""
     hopper.mbarrier.wait(k_bars.index(i % STAGES), (i // STAGES) & 1)
     k = k_tiles.index(i % STAGES).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
-    return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    return _begin_scores(q, k, zeros, BLOCK_D, REST)
 
 
 @gluon.jit
-def _values(i, p, acc, v_tiles, v_bars, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+def _values(  # type: ignore[no-untyped-def]
+    i, p, acc, rest, v_tiles, v_bars, BLOCK_D: gl.constexpr, REST: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Begin to multiply the weights of step i with its values, when they are there."""
     hopper.mbarrier.wait(v_bars.index(i % STAGES), (i // STAGES) & 1)
-    return hopper.warpgroup_mma(p, v_tiles.index(i % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+    return _begin_values(p, v_tiles.index(i % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, rest, BLOCK_D, REST)
 
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    i, p, m_i, l_i, acc, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence, kv_head, count, upper,
-    seqlen_k, scale, MASKED: gl.constexpr, RIGHT: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+    i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence, kv_head, count,
+    upper, seqlen_k, scale, MASKED: gl.constexpr, RIGHT: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply step i − 1's weights with v beside the scores and softmax of step i: both of step i."""
-    s = _scores(i, q, k_tiles, k_bars, BLOCK_D, BLOCK_M, BLOCK_N, SCORES)
-    acc = _values(i - 1, p, acc, v_tiles, v_bars, BLOCK_D, BLOCK_N)
-    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    s = _scores(i, q, k_tiles, k_bars, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES)
+    acc, rest = _values(i - 1, p, acc, rest, v_tiles, v_bars, BLOCK_D, REST, BLOCK_N)
+    s = _wait_for_scores(s, REST)
     start = (count - 1 - i) * BLOCK_N
     weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, MASKED, RIGHT, BLOCK_N, SCORES)
     p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
@@ -67,13 +82,16 @@ def _step(  # type: ignore[no-untyped-def]
     _expect(i + STAGES - 1, v_desc, v_bars, count)
     # q has been there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
     hopper.mbarrier.wait(q_bar.index(0), 0)
-    acc, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, l_i, alpha])
+    if REST == 0:
+        acc, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, l_i, alpha])
+    else:
+        acc, rest, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, rest, p, p_next, l_i, alpha])
     # all warps have read the tiles that the next ones take the place of
     thread_barrier()
     _load(i + STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, BLOCK_N)
     _load(i + STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, BLOCK_N)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-    return p_next, m_i, l_i, acc
+    acc, rest = _times(acc, rest, alpha, REST)
+    return p_next, m_i, l_i, acc, rest
 
 
 @gluon.jit(do_not_specialize=["scale", "seqlen_q", "seqlen_k", "heads", "group", "tiles", "right", "stride_sink"])
@@ -81,16 +99,15 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
     scale, seqlen_q, seqlen_k, heads, group, tiles, right, stride_sink,
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr,
+    REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of a head: `tiles` of them a head, with a diagonal the last queries first.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M rows (q, o) or BLOCK_N (k, v); HELD: q stays in registers;
-    `right`: of the window, where there is one (RIGHT).
+    REST: columns behind the first half of BLOCK_D that are multiplied, or 0: all; `right`: of the window, where there
+    is one (RIGHT).
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     all_head = gl.program_id(0) // tiles
@@ -131,12 +148,13 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
         sink = gl.load(sinks_ptr + head * stride_sink).to(gl.float32) * LOG2_E
         m_i = gl.full([BLOCK_M], 0.0, gl.float32, layout=ROW) + sink
         l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
-    acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=SUMS)
+    acc, rest = _halves(BLOCK_M, BLOCK_D, REST, num_warps)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     hopper.mbarrier.wait(q_bar.index(0), 0)
     q_block = q_tile.reshape([BLOCK_M, BLOCK_D])
     if count > 0:
         q = q_block.load(QUERIES) if HELD else q_block
-        s = _scores(0, q, k_tiles, k_bars, BLOCK_D, BLOCK_M, BLOCK_N, SCORES)
+        s = _scores(0, q, k_tiles, k_bars, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         _expect(STAGES, k_desc, k_bars, count)
         _expect(STAGES - 1, v_desc, v_bars, count)
@@ -147,26 +165,27 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
         p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
         if RIGHT:
             for i in range(1, count - whole):
-                p, m_i, l_i, acc = _step(
-                    i, p, m_i, l_i, acc, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence, kv_head,
-                    count, upper, seqlen_k, scale, True, RIGHT, BLOCK_D, BLOCK_M, BLOCK_N, SCORES, SUMS, WEIGHTS,
+                p, m_i, l_i, acc, rest = _step(
+                    i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence,
+                    kv_head, count, upper, seqlen_k, scale, True, RIGHT, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES,
+                    WEIGHTS,
                 )  # fmt: skip
         for i in range(gl.maximum(count - whole, 1), count):
-            p, m_i, l_i, acc = _step(
-                i, p, m_i, l_i, acc, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence, kv_head,
-                count, upper, seqlen_k, scale, False, RIGHT, BLOCK_D, BLOCK_M, BLOCK_N, SCORES, SUMS, WEIGHTS,
+            p, m_i, l_i, acc, rest = _step(
+                i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence,
+                kv_head, count, upper, seqlen_k, scale, False, RIGHT, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES, WEIGHTS,
             )  # fmt: skip
-        acc = _values(count - 1, p, acc, v_tiles, v_bars, BLOCK_D, BLOCK_N)
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        acc, rest = _values(count - 1, p, acc, rest, v_tiles, v_bars, BLOCK_D, REST, BLOCK_N)
+        acc, rest = _wait_for_values(acc, rest, REST)
     denominator = gl.convert_layout(gl.sum(l_i, 1), ROW)
     if LSE:
         # −inf for a row that has seen nothing
         logarithm = (m_i + gl.log2(denominator)) * LN_2
         place = lse_ptr + all_head.to(gl.int64) * seqlen_q + start_m + offs_m
         gl.store(place, logarithm, mask=start_m + offs_m < seqlen_q)
-    share = gl.convert_layout(1.0 / gl.where(denominator == 0.0, 1.0, denominator), gl.SliceLayout(1, SUMS))
+    acc, rest = _times(acc, rest, 1.0 / gl.where(denominator == 0.0, 1.0, denominator), REST)
     # the result takes the place of q
-    q_block.store((acc * share[:, None]).to(q_tile.dtype))
+    _store(q_block, acc, rest, BLOCK_D, REST)
     hopper.fence_async_shared()
     thread_barrier()
     store_tile(o_desc, [sequence, head, start_m, 0], q_tile)

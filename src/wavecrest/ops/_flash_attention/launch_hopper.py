@@ -94,6 +94,7 @@ def launch(
             "LSE": call.return_lse,
             "OWN": shared_bytes(call, config) + 2 * config["BLOCK_M"] * width(call) <= SHARED_BYTES,
             "BLOCK_D": width(call),
+            "REST": rest(call),
         },
         config,
     )  # fmt: skip
@@ -107,6 +108,14 @@ def shared_bytes(call: FlashAttentionCall, config: Config) -> int:
 def width(call: FlashAttentionCall) -> int:
     """Columns of the tiles: head_dim, or the next power of two."""
     return max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
+
+
+def rest(call: FlashAttentionCall) -> int:
+    """Columns behind the first half of a tile that are multiplied, a power of two; 0: all of them, in one product."""
+    half = width(call) // 2
+    behind = max(LEAST_BLOCK, _layout.power_of_two(call.head_dim - half))
+    # queries of narrow heads may be in registers, which have no halves
+    return behind if half >= 64 and behind < half else 0
 
 
 def descriptors(call: FlashAttentionCall, o: Tensor, rows: int, keys: int) -> tuple[Any, ...]:

@@ -66,6 +66,7 @@ def launch(
             # with more keys, or a wider q, registers for it would cost a program a multiprocessor
             "HELD": width <= 64 and keys <= 64,
             "BLOCK_D": width,
+            "REST": _hopper.rest(call),
         },
         config,
     )  # fmt: skip
