@@ -325,7 +325,7 @@ class Kernels:
             float16=torch.float16, bfloat16=torch.bfloat16, pointer_type=lambda dtype: dtype,
             join=lambda a, b: torch.stack((a, b), -1), reshape=Tensor.reshape, permute=Tensor.permute,
             SwizzledSharedLayout=layout, exp2=torch.exp2, max=lambda x, axis: x.amax(axis), rsqrt=torch.rsqrt,
-            BlockedLayout=layout, cdiv=lambda a, b: -(-a // b), log2=torch.log2, reduce=_reduced,
+            abs=torch.abs, BlockedLayout=layout, cdiv=lambda a, b: -(-a // b), log2=torch.log2, reduce=_reduced,
             sum=lambda x, axis: x.sum(axis),
             where=lambda *given: torch.where(given[0], *map(number, given[1:])),
             inline_asm_elementwise=lambda text, _constraints, args, _types, **_how: text(*args),

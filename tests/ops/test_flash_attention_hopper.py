@@ -44,6 +44,8 @@ from wavecrest.ops._flash_attention.study.space import space_hopper_group_of, sp
 from wavecrest.ops.common import launcher as _launcher
 from wavecrest.ops.common import triton as _triton
 
+# cases that they take: all without a bias
+TAKEN = [one for one in CASES if "bias" not in one and one != "everything"]
 # the head_dims that each is tested with
 WIDTHS = {"triton_hopper": (16, 40, 64, 80, 96, 128, 192, 256), "triton_hopper_group": (16, 40, 64, 80, 96, 128)}
 each_kernel = pytest.mark.parametrize("backend", WIDTHS)
@@ -63,7 +65,7 @@ def hopper() -> Op:
 
 @pytest.mark.gpu
 @each_width
-@pytest.mark.parametrize("key", ["plain", "causal", "right", "scale", "no scale", "sinks"])
+@pytest.mark.parametrize("key", TAKEN)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_hopper(dtype: torch.dtype, key: str, backend: str, d: int, hopper: Op) -> None:
     """Lengths that fill no tile, fill it, and are of one row; more tiles than programs; heads that share keys."""
@@ -97,7 +99,7 @@ def test_hopper_says_what_it_does_not_take(key: str, backend: str, hopper: Op) -
     call = FlashAttentionCall(
         *tensors(2, 100, 130, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **option(key, 100, 130, "cuda")
     )
-    taken = key in ("plain", "causal", "right", "scale", "no scale", "sinks")
+    taken = key in TAKEN
     assert (hopper.backends[backend].refuse(call) is None) == taken
     if taken:
         assert_attends(backend, call)
@@ -217,7 +219,7 @@ def test_sections_fill_two_turns(batch: int, heads: int, tokens: int, d: int) ->
     call = FlashAttentionCall(q, q, q, causal=True)
     config = roles_launch.default(configs.shape_of(key_of(call)))
     args = roles_launch.launch(call, q, None, config, ARCHS["sm_90"]).args
-    section, tiles = args[-5:-3]
+    section, tiles = args[13:15]
     assert tiles == tokens // config["BLOCK_M"] and 1.9 * 132 < section * tiles <= 4 * 132
 
 
@@ -289,7 +291,7 @@ TILES = {
 
 @interpreted
 @each_kernel
-@pytest.mark.parametrize("key", ["plain", "causal", "right", "scale", "no scale", "sinks"])
+@pytest.mark.parametrize("key", TAKEN)
 def test_text(key: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile of keys to five, full and ragged; queries without keys; heads that share keys."""
     for queries, keys, d in ((70, 150, 64), (128, 128, 32), (1, 300, 40), (290, 70, 128), (190, 330, 96), (3, 1, 16)):
@@ -298,23 +300,52 @@ def test_text(key: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
             _assert_attends_on_the_cpu(monkeypatch, backend, call, config)
 
 
+# several tiles of keys between the edges
+WINDOWS = [(100, 20), (200, -1), (0, 300), (150, 0), (64, 64)]
+
+
 @interpreted
 @each_kernel
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_text_of_windows(window: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for queries, keys in ((330, 500), (500, 330), (128, 640)):
+        for config in TILES[backend]:
+            _assert_attends_on_the_cpu(monkeypatch, backend, _call(queries, keys, 32, window=window), config)
+
+
+@pytest.mark.gpu
+@each_kernel
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_hopper_windows(window: tuple[int, int], backend: str, hopper: Op) -> None:
+    for queries, keys in ((330, 500), (500, 330), (128, 640), (2000, 2000)):
+        q, k, v = tensors(2, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda")
+        assert_attends(backend, FlashAttentionCall(q, k, v, window=window, softcap=2.0 if queries == 330 else 0.0))
+
+
+# what a kernel says, and what it says instead: of each kernel, and of what they share
+ERRORS = {
+    "tile": {"(end - 1 - i) * BLOCK_N": "(end - i) * BLOCK_N"},
+    "scale": {"_times(acc, rest, alpha, REST)": "_times(acc, rest, 0 * alpha + 1, REST)"},
+    "sink": {"0.0, 0.125": "0.0, 1.0"},
+    "division": {"1.0 / gl.where(denominator": "1.1 / gl.where(denominator"},
+}
+SHARED_ERRORS = {
+    "left edge": {"cols[None, :] >= lower": "cols[None, :] > lower"},
+    "left tiles": {"gl.cdiv(gl.maximum(top + BLOCK_M - 1 - left, 0), BLOCK_N)": "begin"},
+    "softcap": {"softcap - 2.0 * softcap": "softcap - softcap"},
+}
+
+
+@interpreted
 @pytest.mark.parametrize(
-    "planted",
-    [
-        {"(count - 1 - i) * BLOCK_N": "(count - i) * BLOCK_N"},
-        {"_times(acc, rest, alpha, REST)": "_times(acc, rest, 0 * alpha + 1, REST)"},
-        {"0.0, 0.125": "0.0, 1.0"},
-        {"1.0 / gl.where(denominator": "1.1 / gl.where(denominator"},
-    ],
-    ids=["tile", "scale", "sink", "division"],
+    ("backend", "error"),
+    [(one, error) for one in WIDTHS for error in ERRORS] + [("triton_hopper", error) for error in SHARED_ERRORS],
 )
-def test_text_with_an_error(planted: dict[str, str], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = _call(70, 300, 64, **option("sinks", 70, 300, "cpu"))
+def test_text_with_an_error(backend: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _call(300, 400, 64, window=(120, 3), softcap=2.0, **option("sinks", 300, 400, "cpu"))
     _assert_attends_on_the_cpu(monkeypatch, backend, call, TILES[backend][0])
     with pytest.raises(AssertionError):
-        _assert_attends_on_the_cpu(monkeypatch, backend, call, TILES[backend][0], **planted)
+        _assert_attends_on_the_cpu(monkeypatch, backend, call, TILES[backend][0], **(ERRORS | SHARED_ERRORS)[error])
 
 
 @each_kernel

@@ -12,6 +12,8 @@ from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import MULTIPLIES, barriers
 from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, store_tile
 
+# what is done to scores: edges of a window, softcap, ALiBi slopes; added up in KIND
+LEFT_EDGE, RIGHT_EDGE, CAPPED, SLOPED = gl.constexpr(1), gl.constexpr(2), gl.constexpr(4), gl.constexpr(8)
 # groups of warps that multiply, each with its own rows
 GROUPS = gl.constexpr(2)
 # barriers, by what they say: of a group, and of a stage of k and v. In arrays of their own, as Triton has all warps
@@ -50,21 +52,53 @@ def _work(turn, turns, tiles, section, total, RIGHT: gl.constexpr):  # type: ign
 
 
 @gluon.jit
-def _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tiles of keys the tile's queries see, and how many of these all of them see in full."""
+def _ends(  # type: ignore[no-untyped-def]
+    tile, seqlen_q, seqlen_k, left, right, KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """(begin, low, high, end): queries of the tile see tiles of keys from begin to end; all see those low to high."""
+    # the first query's place on the diagonal
+    top = tile * BLOCK_M + seqlen_k - seqlen_q
     last = seqlen_k
     whole = seqlen_k
-    if RIGHT:
-        diagonal = tile * BLOCK_M + seqlen_k - seqlen_q + right + 1
-        last = gl.minimum(gl.maximum(diagonal + BLOCK_M - 1, 0), seqlen_k)
-        whole = gl.minimum(gl.maximum(diagonal, 0), seqlen_k)
-    return gl.cdiv(last, BLOCK_N), whole // BLOCK_N
+    if KIND & RIGHT_EDGE:
+        last = gl.minimum(gl.maximum(top + right + BLOCK_M, 0), seqlen_k)
+        whole = gl.minimum(gl.maximum(top + right + 1, 0), seqlen_k)
+    end = gl.cdiv(last, BLOCK_N)
+    begin = 0 * end
+    low = begin
+    if KIND & LEFT_EDGE:
+        begin = gl.minimum(gl.maximum(top - left, 0) // BLOCK_N, end)
+        low = gl.cdiv(gl.maximum(top + BLOCK_M - 1 - left, 0), BLOCK_N)
+    return begin, low, whole // BLOCK_N, end
+
+
+@gluon.jit
+def _marks(start_m, offs_m, seqlen_q, seqlen_k, left, right):  # type: ignore[no-untyped-def]
+    """Of each row (place on the diagonal, first key that it sees, last one), where there are such edges."""
+    rows = start_m + offs_m + seqlen_k - seqlen_q
+    return rows, rows - left, gl.minimum(rows + right, seqlen_k - 1)
+
+
+@gluon.jit
+def _numbers(  # type: ignore[no-untyped-def]
+    slopes_ptr, sequence, head, stride_slope_b, stride_slope_h, scale, softcap, KIND: gl.constexpr
+):
+    """(scale, softcap, slope) for scores that are exponents of 2."""
+    slope = 0.0
+    if KIND & SLOPED:
+        slope = gl.load(slopes_ptr + sequence * stride_slope_b + head * stride_slope_h).to(gl.float32) * LOG2_E
+    if KIND & CAPPED:
+        # of 2 s / softcap, see `_weighed`
+        scale = 2.0 * LOG2_E * scale / softcap
+    else:
+        scale = scale * LOG2_E
+    return scale, softcap * LOG2_E, slope
 
 
 @gluon.jit
 def _copy(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, seqlen_q, seqlen_k, heads, group, section, tiles, total,
-    right, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    left, right, KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles that the groups multiply, from the last keys to the first."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
@@ -72,11 +106,11 @@ def _copy(  # type: ignore[no-untyped-def]
     done = 0
     turns, all_turns = _turns(tiles, section, total)
     for turn in range(all_turns):
-        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        tile, head = _work(turn, turns, tiles, section, total, KIND & RIGHT_EDGE)
         if tile >= 0:
             sequence = head // heads
             kv_head = (head % heads) // group
-            count, _ = _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M, BLOCK_N, RIGHT)
+            begin, _, _, end = _ends(tile, seqlen_q, seqlen_k, left, right, KIND, BLOCK_M, BLOCK_N)
             for one in gl.static_range(GROUPS):
                 hopper.mbarrier.wait(bars[Q_EMPTY].index(one), (done & 1) ^ 1)
                 hopper.mbarrier.expect(bars[Q_FULL].index(one), q_desc.block_type.nbytes)
@@ -84,8 +118,8 @@ def _copy(  # type: ignore[no-untyped-def]
                     q_desc, [sequence, head % heads, tile * BLOCK_M + one * ROWS, 0], bars[Q_FULL].index(one),
                     q_tiles.index(one),
                 )  # fmt: skip
-            for i in range(count):
-                start = (count - 1 - i) * BLOCK_N
+            for i in range(end - begin):
+                start = (end - 1 - i) * BLOCK_N
                 slot = step % STAGES
                 phase = ((step // STAGES) & 1) ^ 1
                 hopper.mbarrier.wait(bars[K_EMPTY].index(slot), phase)
@@ -100,27 +134,30 @@ def _copy(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weighed(  # type: ignore[no-untyped-def]
-    s,
-    m_i,
-    l_i,
-    start,
-    upper,
-    seqlen_k,
-    scale,
-    MASKED: gl.constexpr,
-    RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    s, m_i, l_i, start, marks, numbers, seqlen_k, MASKED: gl.constexpr, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr,
-):
+):  # fmt: skip
     """(weights, m_i, l_i, alpha): of each row the largest score and sums of weights so far; alpha scales older sums."""
-    if MASKED:
+    scale, softcap, slope = numbers
+    if MASKED or KIND & CAPPED or KIND & SLOPED:
+        rows, lower, upper = marks
         cols = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-        # after the scale, which may be 0
-        s = s * scale
-        if RIGHT:
-            s = gl.where(cols[None, :] <= upper[:, None], s, float("-inf"))
+        if KIND & CAPPED:
+            # c · tanh(s / c) = c − 2c / (1 + e^(2s / c))
+            s = softcap - 2.0 * softcap / (1.0 + gl.exp2(s * scale))
         else:
-            s = gl.where((cols < seqlen_k)[None, :], s, float("-inf"))
+            # before the mask, as the scale may be 0
+            s = s * scale
+        if KIND & SLOPED:
+            s -= slope * gl.abs((rows[:, None] - cols[None, :]).to(gl.float32))
+        if MASKED:
+            if KIND & RIGHT_EDGE:
+                seen = cols[None, :] <= upper[:, None]
+            else:
+                seen = (cols < seqlen_k)[None, :]
+            if KIND & LEFT_EDGE:
+                seen = seen & (cols[None, :] >= lower[:, None])
+            s = gl.where(seen, s, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(s, 1))
         # a row that has seen nothing yet: −inf − −inf would be NaN
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -138,15 +175,18 @@ def _weighed(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weighed_first(  # type: ignore[no-untyped-def]
-    s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr
-):
-    """(weights, m_i, l_i) of the last of `count` tiles of keys, of which all queries see `whole` in full."""
-    if count > whole:
-        # it is ragged, or on the diagonal
-        start = (count - 1) * BLOCK_N
-        p, m_i, l_i, _ = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, True, RIGHT, BLOCK_N, SCORES)
+    s, m_i, l_i, low, high, end, marks, numbers, seqlen_k, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """(weights, m_i, l_i) of the last tile of keys, `end` − 1, of which those from low to high need no mask."""
+    start = (end - 1) * BLOCK_N
+    if KIND & RIGHT_EDGE:
+        # it is on the diagonal
+        p, m_i, l_i, _ = _weighed(s, m_i, l_i, start, marks, numbers, seqlen_k, True, KIND, BLOCK_N, SCORES)
+    elif (end > high) | (end <= low):
+        p, m_i, l_i, _ = _weighed(s, m_i, l_i, start, marks, numbers, seqlen_k, True, KIND, BLOCK_N, SCORES)
     else:
-        p, m_i, l_i, _ = _weighed(s, m_i, l_i, 0, upper, seqlen_k, scale, False, RIGHT, BLOCK_N, SCORES)
+        p, m_i, l_i, _ = _weighed(s, m_i, l_i, start, marks, numbers, seqlen_k, False, KIND, BLOCK_N, SCORES)
     return p, m_i, l_i
 
 
@@ -254,8 +294,8 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, p, m_i, l_i, acc, rest, step, start, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
-    MASKED: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    me: gl.constexpr, p, m_i, l_i, acc, rest, step, start, q, k_tiles, v_tiles, bars, marks, numbers,
+    seqlen_k, MASKED: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply one step's weights with v beside the next step's scores and softmax: both of the next step."""
@@ -269,7 +309,7 @@ def _step(  # type: ignore[no-untyped-def]
         hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
     s = _wait_for_scores(s, REST)
     hopper.mbarrier.arrive(bars[K_EMPTY].index((step + 1) % STAGES), count=1)
-    weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, MASKED, RIGHT, BLOCK_N, SCORES)
+    weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, marks, numbers, seqlen_k, MASKED, KIND, BLOCK_N, SCORES)
     p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
     # v has been there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
     hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
@@ -284,9 +324,9 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
-    seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
+    me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, slopes_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
+    seqlen_q, seqlen_k, heads, section, tiles, total, left, right, stride_sink, stride_slope_b, stride_slope_h, scale,
+    softcap, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
     REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The attention of one group's rows, tile after tile."""
@@ -299,11 +339,15 @@ def _multiply(  # type: ignore[no-untyped-def]
     done = 0
     turns, all_turns = _turns(tiles, section, total)
     for turn in range(all_turns):
-        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        tile, head = _work(turn, turns, tiles, section, total, KIND & RIGHT_EDGE)
         if tile >= 0:
-            count, whole = _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M, BLOCK_N, RIGHT)
+            begin, low, high, end = _ends(tile, seqlen_q, seqlen_k, left, right, KIND, BLOCK_M, BLOCK_N)
+            count = end - begin
             start_m = tile * BLOCK_M + me * ROWS
-            upper = gl.minimum(start_m + offs_m + seqlen_k - seqlen_q + right, seqlen_k - 1)
+            marks = _marks(start_m, offs_m, seqlen_q, seqlen_k, left, right)
+            numbers = _numbers(
+                slopes_ptr, head // heads, head % heads, stride_slope_b, stride_slope_h, scale, softcap, KIND
+            )
             m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
             l_i = _no_sums(ROWS, BLOCK_N, SCORES)
             if SINKS:
@@ -320,22 +364,34 @@ def _multiply(  # type: ignore[no-untyped-def]
                     hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
-                p, m_i, l_i = _weighed_first(s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES)
+                p, m_i, l_i = _weighed_first(
+                    s, m_i, l_i, low, high, end, marks, numbers, seqlen_k, KIND, BLOCK_N, SCORES
+                )
                 p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
-                if RIGHT:
-                    for i in range(1, count - whole):
+                masked = gl.minimum(gl.maximum(end - high, 1), count)
+                full = count
+                if KIND & LEFT_EDGE:
+                    full = gl.minimum(gl.maximum(end - low, masked), count)
+                if KIND & RIGHT_EDGE:
+                    for i in range(1, masked):
                         p, m_i, l_i, acc, rest = _step(
-                            me, p, m_i, l_i, acc, rest, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars,
-                            upper, seqlen_k, scale, True, RIGHT, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES,
-                            WEIGHTS,
+                            me, p, m_i, l_i, acc, rest, step, (end - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, marks,
+                            numbers, seqlen_k, True, KIND, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES, WEIGHTS,
                         )  # fmt: skip
                         step += 1
-                for _ in range(gl.maximum(count - whole, 1), count):
+                for i in range(masked, full):
                     p, m_i, l_i, acc, rest = _step(
-                        me, p, m_i, l_i, acc, rest, step, 0, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
-                        False, RIGHT, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES, WEIGHTS,
+                        me, p, m_i, l_i, acc, rest, step, (end - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, marks,
+                        numbers, seqlen_k, False, KIND, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES, WEIGHTS,
                     )  # fmt: skip
                     step += 1
+                if KIND & LEFT_EDGE:
+                    for i in range(full, count):
+                        p, m_i, l_i, acc, rest = _step(
+                            me, p, m_i, l_i, acc, rest, step, (end - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, marks,
+                            numbers, seqlen_k, True, KIND, ROWS, BLOCK_D, REST, BLOCK_N, STAGES, TURNS, SCORES, WEIGHTS,
+                        )  # fmt: skip
+                        step += 1
                 if OWN:
                     # the next tile's q, k and v arrive beside the last values and the division
                     hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
@@ -372,20 +428,23 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "seqlen_q", "seqlen_k", "heads", "group", "section", "tiles", "total", "right", "stride_sink",
+        "scale", "softcap", "seqlen_q", "seqlen_k", "heads", "group", "section", "tiles", "total", "left", "right",
+        "stride_sink", "stride_slope_b", "stride_slope_h",
     ]
 )  # fmt: skip
 def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
-    scale, seqlen_q, seqlen_k, heads, group, section, tiles, total, right, stride_sink,
-    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, slopes_ptr,
+    scale, softcap, seqlen_q, seqlen_k, heads, group, section, tiles, total, left, right,
+    stride_sink, stride_slope_b, stride_slope_h,
+    KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, OWN: gl.constexpr, BLOCK_D: gl.constexpr,
     REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M queries of `total` heads, those of all sequences, shared out among the programs.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M / 2 rows (q, o) or BLOCK_N (k, v); `section`: heads whose
-    tiles go together; `right`: of the window, where there is one (RIGHT); OWN: results have shared memory of their own,
-    otherwise they take the place of q; REST: columns behind the first half of BLOCK_D that are multiplied, or 0: all.
+    tiles go together; `left`, `right`: of the window, where KIND has these edges; OWN: results have shared memory of
+    their own, otherwise they take the place of q; REST: columns behind the first half of BLOCK_D that are multiplied,
+    or 0: all.
     """
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
@@ -401,22 +460,21 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     if TURNS:
         # the first group begins
         hopper.mbarrier.arrive(bars[TURN].index(0), count=1)
-    scale = scale * LOG2_E
     gl.warp_specialize(
         [
             (_copy, (
                 q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, seqlen_q, seqlen_k, heads, group, section,
-                tiles, total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
+                tiles, total, left, right, KIND, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_multiply, (
-                gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
-                seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, slopes_ptr, q_tiles, k_tiles, v_tiles, o_tiles,
+                bars, seqlen_q, seqlen_k, heads, section, tiles, total, left, right, stride_sink, stride_slope_b,
+                stride_slope_h, scale, softcap, KIND, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
             (_multiply, (
-                gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, o_tiles, bars,
-                seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
-                RIGHT, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
+                gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, slopes_ptr, q_tiles, k_tiles, v_tiles, o_tiles,
+                bars, seqlen_q, seqlen_k, heads, section, tiles, total, left, right, stride_sink, stride_slope_b,
+                stride_slope_h, scale, softcap, KIND, SINKS, LSE, OWN, BLOCK_D, REST, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
         ],
         [4, 4],

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from wavecrest.ops._flash_attention.kernel import LN_2
 from wavecrest.ops._flash_attention.kernel_hopper import (
+    LEFT_EDGE,
+    RIGHT_EDGE,
     _begin_scores,
     _begin_values,
     _ends,
     _halves,
+    _marks,
     _no_sums,
+    _numbers,
     _store,
     _times,
     _wait_for_scores,
@@ -37,9 +41,9 @@ def _expect(i, desc, bars, count):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _load(i, desc, tiles, bars, sequence, kv_head, count, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load(i, desc, tiles, bars, sequence, kv_head, count, end, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
     """Begin to copy the tile of step i, of k or v, where there is such a step: the last keys are those of step 0."""
-    place = [sequence, kv_head, (count - 1 - i) * BLOCK_N, 0]
+    place = [sequence, kv_head, (end - 1 - i) * BLOCK_N, 0]
     load_tile(desc, place, bars.index(i % STAGES), tiles.index(i % STAGES), pred=i < count)
 
 
@@ -67,15 +71,16 @@ def _values(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence, kv_head, count,
-    upper, seqlen_k, scale, MASKED: gl.constexpr, RIGHT: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    end, marks, numbers, seqlen_k, MASKED: gl.constexpr, KIND: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply step i − 1's weights with v beside the scores and softmax of step i: both of step i."""
     s = _scores(i, q, k_tiles, k_bars, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES)
     acc, rest = _values(i - 1, p, acc, rest, v_tiles, v_bars, BLOCK_D, REST, BLOCK_N)
     s = _wait_for_scores(s, REST)
-    start = (count - 1 - i) * BLOCK_N
-    weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, MASKED, RIGHT, BLOCK_N, SCORES)
+    weights, m_i, l_i, alpha = _weighed(
+        s, m_i, l_i, (end - 1 - i) * BLOCK_N, marks, numbers, seqlen_k, MASKED, KIND, BLOCK_N, SCORES
+    )
     p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
     # here, where Triton has all warps wait after they have passed these barriers; it would again before each copy
     _expect(i + STAGES, k_desc, k_bars, count)
@@ -88,37 +93,43 @@ def _step(  # type: ignore[no-untyped-def]
         acc, rest, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, rest, p, p_next, l_i, alpha])
     # all warps have read the tiles that the next ones take the place of
     thread_barrier()
-    _load(i + STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, BLOCK_N)
-    _load(i + STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, BLOCK_N)
+    _load(i + STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, end, BLOCK_N)
+    _load(i + STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, end, BLOCK_N)
     acc, rest = _times(acc, rest, alpha, REST)
     return p_next, m_i, l_i, acc, rest
 
 
-@gluon.jit(do_not_specialize=["scale", "seqlen_q", "seqlen_k", "heads", "group", "tiles", "right", "stride_sink"])
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "softcap", "seqlen_q", "seqlen_k", "heads", "group", "tiles", "left", "right", "stride_sink",
+        "stride_slope_b", "stride_slope_h",
+    ]
+)  # fmt: skip
 def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
-    scale, seqlen_q, seqlen_k, heads, group, tiles, right, stride_sink,
-    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr, BLOCK_D: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, slopes_ptr,
+    scale, softcap, seqlen_q, seqlen_k, heads, group, tiles, left, right, stride_sink, stride_slope_b, stride_slope_h,
+    KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr, BLOCK_D: gl.constexpr,
     REST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of a head: `tiles` of them a head, with a diagonal the last queries first.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M rows (q, o) or BLOCK_N (k, v); HELD: q stays in registers;
-    REST: columns behind the first half of BLOCK_D that are multiplied, or 0: all; `right`: of the window, where there
-    is one (RIGHT).
+    REST: columns behind the first half of BLOCK_D that are multiplied, or 0: all; `left`, `right`: of the window,
+    where KIND has these edges.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     all_head = gl.program_id(0) // tiles
     tile = gl.program_id(0) % tiles
-    if RIGHT:
+    if KIND & RIGHT_EDGE:
         tile = tiles - 1 - tile
     sequence = all_head // heads
     head = all_head % heads
     kv_head = head // group
     start_m = tile * BLOCK_M
-    count, whole = _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M, BLOCK_N, RIGHT)
+    begin, low, high, end = _ends(tile, seqlen_q, seqlen_k, left, right, KIND, BLOCK_M, BLOCK_N)
+    count = end - begin
     q_tile = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
@@ -135,12 +146,12 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
     thread_barrier()
     load_tile(q_desc, [sequence, head, start_m, 0], q_bar.index(0), q_tile)
     for first in gl.static_range(STAGES):
-        _load(first, k_desc, k_tiles, k_bars, sequence, kv_head, count, BLOCK_N)
+        _load(first, k_desc, k_tiles, k_bars, sequence, kv_head, count, end, BLOCK_N)
         if first < STAGES - 1:
-            _load(first, v_desc, v_tiles, v_bars, sequence, kv_head, count, BLOCK_N)
-    scale = scale * LOG2_E
+            _load(first, v_desc, v_tiles, v_bars, sequence, kv_head, count, end, BLOCK_N)
     offs_m = gl.arange(0, BLOCK_M, layout=ROW)
-    upper = gl.minimum(start_m + offs_m + seqlen_k - seqlen_q + right, seqlen_k - 1)
+    marks = _marks(start_m, offs_m, seqlen_q, seqlen_k, left, right)
+    numbers = _numbers(slopes_ptr, sequence, head, stride_slope_b, stride_slope_h, scale, softcap, KIND)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW)
     l_i = _no_sums(BLOCK_M, BLOCK_N, SCORES)
     if SINKS:
@@ -159,22 +170,34 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
         _expect(STAGES, k_desc, k_bars, count)
         _expect(STAGES - 1, v_desc, v_bars, count)
         thread_barrier()
-        _load(STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, BLOCK_N)
-        _load(STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, BLOCK_N)
-        p, m_i, l_i = _weighed_first(s, m_i, l_i, count, whole, upper, seqlen_k, scale, RIGHT, BLOCK_N, SCORES)
+        _load(STAGES, k_desc, k_tiles, k_bars, sequence, kv_head, count, end, BLOCK_N)
+        _load(STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, end, BLOCK_N)
+        p, m_i, l_i = _weighed_first(s, m_i, l_i, low, high, end, marks, numbers, seqlen_k, KIND, BLOCK_N, SCORES)
         p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
-        if RIGHT:
-            for i in range(1, count - whole):
+        masked = gl.minimum(gl.maximum(end - high, 1), count)
+        full = count
+        if KIND & LEFT_EDGE:
+            full = gl.minimum(gl.maximum(end - low, masked), count)
+        if KIND & RIGHT_EDGE:
+            for i in range(1, masked):
                 p, m_i, l_i, acc, rest = _step(
                     i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence,
-                    kv_head, count, upper, seqlen_k, scale, True, RIGHT, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES,
+                    kv_head, count, end, marks, numbers, seqlen_k, True, KIND, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES,
                     WEIGHTS,
                 )  # fmt: skip
-        for i in range(gl.maximum(count - whole, 1), count):
+        for i in range(masked, full):
             p, m_i, l_i, acc, rest = _step(
                 i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence,
-                kv_head, count, upper, seqlen_k, scale, False, RIGHT, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES, WEIGHTS,
+                kv_head, count, end, marks, numbers, seqlen_k, False, KIND, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES,
+                WEIGHTS,
             )  # fmt: skip
+        if KIND & LEFT_EDGE:
+            for i in range(full, count):
+                p, m_i, l_i, acc, rest = _step(
+                    i, p, m_i, l_i, acc, rest, q, k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars, q_bar, sequence,
+                    kv_head, count, end, marks, numbers, seqlen_k, True, KIND, BLOCK_D, REST, BLOCK_M, BLOCK_N, SCORES,
+                    WEIGHTS,
+                )  # fmt: skip
         acc, rest = _values(count - 1, p, acc, rest, v_tiles, v_bars, BLOCK_D, REST, BLOCK_N)
         acc, rest = _wait_for_values(acc, rest, REST)
     denominator = gl.convert_layout(gl.sum(l_i, 1), ROW)

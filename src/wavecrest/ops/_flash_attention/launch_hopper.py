@@ -17,8 +17,14 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.config import Shape
-from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
-from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
+from wavecrest.ops._flash_attention.kernel_hopper import (
+    CAPPED,
+    LEFT_EDGE,
+    RIGHT_EDGE,
+    SLOPED,
+    _hopper_attention_kernel,
+)
+from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, slot
 
 DESCRIPTORS = 4
 # consumer warp groups, each with separate rows
@@ -38,10 +44,7 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
         return "takes float16 and bfloat16"
     for name, asked in (
         ("packed sequences", call.packed),
-        ("the left edge of a window", call.left >= 0),
         ("bias", call.bias is not None),
-        ("ALiBi slopes", call.alibi_slopes is not None),
-        ("softcap", call.capped > 0),
         ("dropout", call.dropout),
         ("a head_dim of v that is not that of q", call.head_dim_v != call.head_dim),
         ("calls without keys", call.seqlen_k == 0),
@@ -85,11 +88,11 @@ def launch(
         (min(tiles * all_heads, units),),
         (
             *descriptors(call, o, config["BLOCK_M"] // GROUPS, config["BLOCK_N"]), *tensors(call, lse),
-            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, all_heads,
-            min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
+            call.scale, float(call.softcap), call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles,
+            all_heads, *edges(call), *slot(call.sinks, 1), *slot(call.alibi_slopes, 2),
         ),
         {
-            "RIGHT": call.right >= 0,
+            "KIND": kind(call),
             "SINKS": call.sinks is not None,
             "LSE": call.return_lse,
             "OWN": shared_bytes(call, config) + 2 * config["BLOCK_M"] * width(call) <= SHARED_BYTES,
@@ -98,6 +101,23 @@ def launch(
         },
         config,
     )  # fmt: skip
+
+
+def kind(call: FlashAttentionCall) -> int:
+    """What is done to scores, as the kernels count it."""
+    asked = (
+        (LEFT_EDGE, call.left >= 0),
+        (RIGHT_EDGE, call.right >= 0),
+        (CAPPED, call.capped > 0),
+        (SLOPED, call.alibi_slopes is not None),
+    )
+    return sum(one.value for one, there in asked if there)
+
+
+def edges(call: FlashAttentionCall) -> tuple[int, int]:
+    """The window's edges; one this wide hides no key."""
+    most = call.seqlen_q + call.seqlen_k
+    return min(call.left, most), min(call.right, most)
 
 
 def shared_bytes(call: FlashAttentionCall, config: Config) -> int:
@@ -126,9 +146,9 @@ def descriptors(call: FlashAttentionCall, o: Tensor, rows: int, keys: int) -> tu
     )
 
 
-def tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+def tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, ...]:
     """The tensors without descriptors; q, which is not read through them, in the place of an absent one."""
-    return (call.q if lse is None else lse, call.q if call.sinks is None else call.sinks)
+    return tuple(call.q if one is None else one for one in (lse, call.sinks, call.alibi_slopes))
 
 
 def bind(

@@ -15,6 +15,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.config import Shape
 from wavecrest.ops._flash_attention.kernel_hopper_group import _hopper_group_attention_kernel
+from wavecrest.ops._flash_attention.launch import slot
 
 # queries of a program: 16 rows of each of its 4 warps
 ROWS = 64
@@ -56,11 +57,11 @@ def launch(
         (tiles * call.heads * call.batch,),
         (
             *_hopper.descriptors(call, o, rows, keys), *_hopper.tensors(call, lse),
-            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, tiles,
-            min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
+            call.scale, float(call.softcap), call.seqlen_q, call.seqlen_k, call.heads, call.group, tiles,
+            *_hopper.edges(call), *slot(call.sinks, 1), *slot(call.alibi_slopes, 2),
         ),
         {
-            "RIGHT": call.right >= 0,
+            "KIND": _hopper.kind(call),
             "SINKS": call.sinks is not None,
             "LSE": call.return_lse,
             # with more keys, or a wider q, registers for it would cost a program a multiprocessor
