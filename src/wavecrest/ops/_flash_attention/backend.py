@@ -26,6 +26,9 @@ from wavecrest.ops._flash_attention.reference import reference
 
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
 PRIORITY = 5
+# sm_90's own kernels are above the portable one: up to this head_dim the one of one group of warps, then that of roles
+# (H200, 2026-11-29: 1.1 and 1.3 to 2 times the portable one's speed, docs/ops/flash_attention.md)
+HOPPER_PRIORITY, FEW_COLUMNS = 6, 64
 
 op: Op[FlashAttentionCall, Tensor | tuple[Tensor, Tensor]] = Op(
     "flash_attention",
@@ -101,6 +104,14 @@ def _opt_in(_call: FlashAttentionCall) -> str | None:
     return "runs where a measured row names it"
 
 
+def _opt_in_hopper(call: FlashAttentionCall) -> str | None:
+    return _opt_in(call) if call.head_dim <= FEW_COLUMNS else None
+
+
+def _opt_in_hopper_group(call: FlashAttentionCall) -> str | None:
+    return None if call.head_dim <= FEW_COLUMNS else _opt_in(call)
+
+
 def _bind_hopper(
     call: FlashAttentionCall, config: Config
 ) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
@@ -140,16 +151,16 @@ op.attach_kernel(
     "triton_hopper",
     _bind_hopper,
     refuse=_refuse_hopper,
-    opt_in=_opt_in,
-    priority=PRIORITY,
+    opt_in=_opt_in_hopper,
+    priority=HOPPER_PRIORITY,
     default_config=hopper_config,
 )
 op.attach_kernel(
     "triton_hopper_group",
     _bind_hopper_group,
     refuse=_refuse_hopper_group,
-    opt_in=_opt_in,
-    priority=PRIORITY,
+    opt_in=_opt_in_hopper_group,
+    priority=HOPPER_PRIORITY,
     default_config=hopper_group_config,
 )
 op.attach_kernel(

@@ -244,6 +244,12 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
         # two steps that see all, and then the last tile
         whole = many._replace(seqlen_k=300)
         own["many tiles, nothing hidden"] = partial(_call, whole, half, "cpu", layout="bshd")
+    if arch == "sm_90":
+        # its own kernels: several tiles of queries and of keys, the last ones ragged, each thing done to scores
+        many = _Sizes(2, 4, 2, 150, 333, 64, 64)
+        own["many tiles in a window"] = partial(_call, many, half, "cpu", window=(130, 3), softcap=5.0, return_lse=True)
+        alike = many._replace(d=96, dv=96)
+        own["many tiles, slopes"] = partial(_call, alike, brain, "cpu", causal=True, alibi_slopes=slopes, sinks=sinks)
     return own | {
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
         "short windows": partial(_call, _Sizes(6, 2, 2, 49, 49, 32, 32), half, "cpu", layout="bshd", bias=windows),
