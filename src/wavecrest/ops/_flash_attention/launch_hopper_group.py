@@ -34,9 +34,9 @@ def default(shape: Shape) -> Config:
     """64 keys a step; 128 where nothing is hidden and there are many, as sums are then scaled half as often.
 
     With a head_dim of 64 four programs share a multiprocessor's registers, or three with 128 keys (H200, 2026-11-29: 64
-    keys are faster up to 512 tokens and with a diagonal, 128 keys from 1,024 tokens).
+    keys are faster up to 256 tokens and with a diagonal, 128 keys from 384 tokens).
     """
-    return made_of(128 if shape.head_dim <= 64 and not shape.causal and shape.seqlen_q > 512 else 64)
+    return made_of(128 if shape.head_dim <= 64 and not shape.causal and shape.seqlen_q > 256 else 64)
 
 
 def made_of(keys: int) -> Config:

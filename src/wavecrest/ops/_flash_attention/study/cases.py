@@ -274,13 +274,22 @@ def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> FlashAttentionCall | None:
-    """A call with this key, if it has no option but causality and a window; see `Study`."""
+    """A call with this key, if it is not packed and has no bias; see `Study`."""
     dtype = getattr(torch, str(parts["dtype"]), None)
-    more = (parts[name] for name in ("packed", "bias", "alibi", "softcap", "sinks"))
+    more = (parts[name] for name in ("packed", "bias"))
     sizes = _Sizes(*(int(parts[name] or 0) for name in ("batch", "heads", "kv_heads", "queries", "keys", "d", "dv")))
     if not isinstance(dtype, torch.dtype) or any(more) or min(sizes) < 1:
         return None
     left, right = (int(parts[name] or 0) for name in ("left", "right"))
     causal = (left, right) == (-1, 0)
     window = (-1, -1) if causal else (left, right)
-    return _call(sizes, dtype, device, causal=causal, window=window, return_lse=bool(parts["lse"]))
+    options: dict[str, Any] = {"causal": causal, "window": window, "return_lse": bool(parts["lse"])}
+    if parts["softcap"]:
+        # Gemma 2's
+        options["softcap"] = 50.0
+    if parts["alibi"]:
+        # 2^(−8 i / heads) (Press et al., 2022)
+        options["alibi_slopes"] = torch.exp2(-8 * torch.arange(1, sizes.heads + 1, device=device) / sizes.heads)
+    if parts["sinks"]:
+        options["sinks"] = torch.randn(sizes.heads, device=device)
+    return _call(sizes, dtype, device, **options)
