@@ -165,6 +165,8 @@ def compiled_for_hopper() -> dict[str, FlashAttentionCall]:
         name: compiled()[name] for name in ("D=64", "D=64 causal", "D=80", "D=128", "D=128 causal", "D=256 causal")
     }
     calls["sinks logarithms"] = calls["D=128 causal"]._replace(sinks=sinks, return_lse=True)
+    calls["window softcap"] = calls["D=64"]._replace(window=(511, 0), softcap=50.0)
+    calls["slopes"] = calls["D=128 causal"]._replace(alibi_slopes=torch.empty(32, device="meta"))
     return calls
 
 
