@@ -26,8 +26,8 @@ from wavecrest.ops._flash_attention.reference import reference
 
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
 PRIORITY = 5
-# sm_90's own kernels are above the portable one: up to this head_dim the one of one group of warps, then that of roles
-# (H200, 2026-11-29: 1.1 and 1.3 to 2 times the portable one's speed, docs/ops/flash_attention.md)
+# sm_90's own kernels are above the portable one: up to this head_dim the one of one group of warps where it takes a
+# call, else that of roles (H200, 2026-11-29: 1.1 and 1.2 to 2 times its speed, docs/ops/flash_attention.md)
 HOPPER_PRIORITY, FEW_COLUMNS = 6, 64
 
 op: Op[FlashAttentionCall, Tensor | tuple[Tensor, Tensor]] = Op(
@@ -105,11 +105,12 @@ def _opt_in(_call: FlashAttentionCall) -> str | None:
 
 
 def _opt_in_hopper(call: FlashAttentionCall) -> str | None:
-    return _opt_in(call) if call.head_dim <= FEW_COLUMNS else None
+    return None if _opt_in_hopper_group(call) else _opt_in(call)
 
 
 def _opt_in_hopper_group(call: FlashAttentionCall) -> str | None:
-    return None if call.head_dim <= FEW_COLUMNS else _opt_in(call)
+    few = call.head_dim <= FEW_COLUMNS and call.head_dim % _hopper_group.COLUMNS == 0
+    return None if few else _opt_in(call)
 
 
 def _bind_hopper(

@@ -57,24 +57,24 @@ def _ends(  # type: ignore[no-untyped-def]
 ):
     """(begin, low, high, end): queries of the tile see tiles of keys from begin to end; all see those low to high."""
     # the first query's place on the diagonal
-    top = tile * BLOCK_M + seqlen_k - seqlen_q
+    place = tile * BLOCK_M + seqlen_k - seqlen_q
     last = seqlen_k
     whole = seqlen_k
     if KIND & RIGHT_EDGE:
-        last = gl.minimum(gl.maximum(top + right + BLOCK_M, 0), seqlen_k)
-        whole = gl.minimum(gl.maximum(top + right + 1, 0), seqlen_k)
+        last = gl.minimum(gl.maximum(place + right + BLOCK_M, 0), seqlen_k)
+        whole = gl.minimum(gl.maximum(place + right + 1, 0), seqlen_k)
     end = gl.cdiv(last, BLOCK_N)
     begin = 0 * end
     low = begin
     if KIND & LEFT_EDGE:
-        begin = gl.minimum(gl.maximum(top - left, 0) // BLOCK_N, end)
-        low = gl.cdiv(gl.maximum(top + BLOCK_M - 1 - left, 0), BLOCK_N)
+        begin = gl.minimum(gl.maximum(place - left, 0) // BLOCK_N, end)
+        low = gl.cdiv(gl.maximum(place + BLOCK_M - 1 - left, 0), BLOCK_N)
     return begin, low, whole // BLOCK_N, end
 
 
 @gluon.jit
 def _marks(start_m, offs_m, seqlen_q, seqlen_k, left, right):  # type: ignore[no-untyped-def]
-    """Of each row (place on the diagonal, first key that it sees, last one), where there are such edges."""
+    """(place on the diagonal, first key that it sees, last one) of each row; the last two where there are edges."""
     rows = start_m + offs_m + seqlen_k - seqlen_q
     return rows, rows - left, gl.minimum(rows + right, seqlen_k - 1)
 

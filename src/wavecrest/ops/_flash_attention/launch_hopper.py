@@ -104,7 +104,7 @@ def launch(
 
 
 def kind(call: FlashAttentionCall) -> int:
-    """What is done to scores, as the kernels count it."""
+    """The sum of the kernels' constants for what a call does to scores."""
     asked = (
         (LEFT_EDGE, call.left >= 0),
         (RIGHT_EDGE, call.right >= 0),

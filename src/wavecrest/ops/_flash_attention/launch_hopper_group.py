@@ -20,6 +20,9 @@ from wavecrest.ops._flash_attention.launch import slot
 # queries of a program: 16 rows of each of its 4 warps
 ROWS = 64
 MOST_HEAD_DIM = 128
+# rows of keys are multiples of as many columns, 64 bytes: each tile of 64 queries copies them anew, and the copy engine
+# took 1.6 times the time of `triton_hopper` with a head_dim of 40 (H200, 2026-11-29)
+COLUMNS = 32
 
 
 def refusal(call: FlashAttentionCall, access: str) -> str | None:
@@ -27,6 +30,8 @@ def refusal(call: FlashAttentionCall, access: str) -> str | None:
     reason = _hopper.refusal(call, access)
     if reason is None and call.head_dim > MOST_HEAD_DIM:
         return f"takes head_dim up to {MOST_HEAD_DIM}: one group of warps has no registers for more"
+    if reason is None and call.head_dim % COLUMNS != 0:
+        return f"takes a head_dim that is a multiple of {COLUMNS}: other rows are slow to copy as often as it does"
     return reason
 
 

@@ -133,7 +133,7 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         for name, call in cases.compiled_for_hopper().items():
             chosen = _hopper.default(shape_of(key_of(call)))
             made[f"hopper {name}"] = _hopper.launch(call, *_launch.empty_results(call), chosen, arch)
-            if call.head_dim <= _hopper_group.MOST_HEAD_DIM:
+            if call.head_dim <= _hopper_group.MOST_HEAD_DIM and call.head_dim % _hopper_group.COLUMNS == 0:
                 chosen = _hopper_group.default(shape_of(key_of(call)))
                 made[f"hopper group {name}"] = _hopper_group.launch(call, *_launch.empty_results(call), chosen, arch)
     if arch.name == _cdna.ARCH and config is None:

@@ -15,6 +15,7 @@ from wavecrest.ops._flash_attention.config import Shape, shape_of
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 from wavecrest.ops._flash_attention.launch_cdna import ARCH as CDNA
 from wavecrest.ops._flash_attention.launch_hopper import GROUPS
+from wavecrest.ops._flash_attention.launch_hopper_group import COLUMNS
 from wavecrest.ops._flash_attention.launch_short import MOST_KEYS, parts_of
 
 # groups of four warps of the portable kernel go on together from each load: half of one's softmax is beside products
@@ -46,9 +47,11 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     if 0 in (part["batch"], part["queries"], part["keys"]):
         return ()
     hopper, cdna = backend == "triton_hopper", backend == "triton_cdna"
-    # programs of one group, which hide their softmax beside those of each other
+    # a group of warps alone in its program, which has two steps under way as well
     alone = backend == "triton_hopper_group"
     if ((hopper or alone) and arch.name != "sm_90") or (cdna and arch.name != CDNA):
+        return ()
+    if alone and part["d"] % COLUMNS != 0:
         return ()
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     warps = GROUPS * _GROUP_WARPS if hopper else config["num_warps"]
@@ -60,7 +63,7 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     if hopper:
         programs, steps = _shared_out(part, programs, steps, arch)
     wide = _work.wide(arch, m, warps, shape.bits)
-    groups = float(GROUPS) if hopper else _LOOSE if wide and warps >= 2 * _GROUP_WARPS else 1.0
+    groups = float(GROUPS) if hopper or alone else _LOOSE if wide and warps >= 2 * _GROUP_WARPS else 1.0
     scores = _work.product(m, n, d, shape.bits, warps, arch)
     values = _work.product(m, dv, n, shape.bits, warps, arch, held=True)
     size, kv = shape.bits / 8, 1 if shape.kv_dtype is not None else shape.bits / 8
@@ -70,13 +73,17 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
         Work(
             programs=programs, warps=_WARPS if hopper else warps, steps=steps, loaded=loaded,
             fresh=q_bytes + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * kv,
-            depth=_work.depth(stages, wide, arch),
+            # the kernel of one group begins a copy when a step ends, for the step after the next
+            depth=1.0 if alone else _work.depth(stages, wide, arch),
             # gfx950's kernel has queries in registers, and all of its stages in LDS
             shared=int(2 * loaded) if cdna else int(m * d * size) + _work.kept(loaded, stages, wide, arch),
             # sums, scores and weights; queries where the matrix unit does not read them from LDS. Warps of sm_90's
             # kernel hand theirs to each other
             registers=0.0
             if hopper
+            # weights take the place of scores as they are made
+            else m * (dv + 1.25 * n) / lanes
+            if alone
             else m * (dv + 1.5 * n) / lanes
             + (0.0 if wide else m * d * size / 4 / lanes)
             + values.registers
