@@ -148,7 +148,12 @@ def descriptors(call: FlashAttentionCall, o: Tensor, rows: int, keys: int) -> tu
 
 def tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, ...]:
     """The tensors without descriptors; q, which is not read through them, in the place of an absent one."""
-    return tuple(call.q if one is None else one for one in (lse, call.sinks, call.alibi_slopes))
+    q = call.q
+    return (
+        q if lse is None else lse,
+        q if call.sinks is None else call.sinks,
+        q if call.alibi_slopes is None else call.alibi_slopes,
+    )
 
 
 def bind(
