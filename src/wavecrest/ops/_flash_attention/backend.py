@@ -26,9 +26,10 @@ from wavecrest.ops._flash_attention.reference import reference
 
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
 PRIORITY = 5
-# sm_90's own kernels are above the portable one: up to this head_dim the one of one group of warps where it takes a
-# call, else that of roles (H200, 2026-11-29: 1.1 and 1.2 to 2 times its speed, docs/ops/flash_attention.md)
-HOPPER_PRIORITY, FEW_COLUMNS = 6, 64
+# sm_90's own kernels are above the portable one where there are more queries than FEW_QUERIES, fewer of which are not
+# timed: up to FEW_COLUMNS the one of one group of warps where it takes a call, else that of roles (H200, 2026-11-29:
+# 1.1 to 1.5 and 1.2 to 2.2 times its speed, docs/ops/flash_attention.md)
+HOPPER_PRIORITY, FEW_QUERIES, FEW_COLUMNS = 6, 32, 64
 
 op: Op[FlashAttentionCall, Tensor | tuple[Tensor, Tensor]] = Op(
     "flash_attention",
@@ -105,12 +106,15 @@ def _opt_in(_call: FlashAttentionCall) -> str | None:
 
 
 def _opt_in_hopper(call: FlashAttentionCall) -> str | None:
-    return None if _opt_in_hopper_group(call) else _opt_in(call)
+    return None if call.seqlen_q > FEW_QUERIES and not _group_is_first(call) else _opt_in(call)
 
 
 def _opt_in_hopper_group(call: FlashAttentionCall) -> str | None:
-    few = call.head_dim <= FEW_COLUMNS and call.head_dim % _hopper_group.COLUMNS == 0
-    return None if few else _opt_in(call)
+    return None if call.seqlen_q > FEW_QUERIES and _group_is_first(call) else _opt_in(call)
+
+
+def _group_is_first(call: FlashAttentionCall) -> bool:
+    return call.head_dim <= FEW_COLUMNS and call.head_dim % _hopper_group.COLUMNS == 0
 
 
 def _bind_hopper(

@@ -197,9 +197,29 @@ def _sums(p):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _no_sums(rows: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums before the first tile."""
-    return _sums(gl.zeros([rows, BLOCK_N], gl.float32, layout=SCORES))
+def _before(  # type: ignore[no-untyped-def]
+    sinks_ptr, head, stride_sink, SINKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr
+):
+    """(m_i, l_i) of each row before the first tile of keys."""
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    l_i = _sums(gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES))
+    if SINKS:
+        # a key without a value, seen first: an eighth of its weight, 1, in each sum
+        sink = gl.load(sinks_ptr + head * stride_sink).to(gl.float32) * LOG2_E
+        m_i = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES)) + sink
+        l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
+    return m_i, l_i
+
+
+@gluon.jit
+def _parts(begin, low, high, end, KIND: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(masked, full): of a tile's steps those from `masked` to `full` need no mask; step 0 is `_weighed_first`'s."""
+    count = end - begin
+    masked = gl.minimum(gl.maximum(end - high, 1), count)
+    full = count
+    if KIND & LEFT_EDGE:
+        full = gl.minimum(gl.maximum(end - low, masked), count)
+    return masked, full
 
 
 # tiles are as wide as a power of two, and may have columns behind head_dim. With REST > 0 only REST columns behind the
@@ -348,13 +368,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             numbers = _numbers(
                 slopes_ptr, head // heads, head % heads, stride_slope_b, stride_slope_h, scale, softcap, KIND
             )
-            m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-            l_i = _no_sums(ROWS, BLOCK_N, SCORES)
-            if SINKS:
-                # a key without a value, seen first: an eighth of its weight, 1, in each sum
-                sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
-                m_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
-                l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
+            m_i, l_i = _before(sinks_ptr, head % heads, stride_sink, SINKS, ROWS, BLOCK_N, SCORES)
             acc, rest = _halves(ROWS, BLOCK_D, REST, 4)
             WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
             hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
@@ -368,10 +382,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                     s, m_i, l_i, low, high, end, marks, numbers, seqlen_k, KIND, BLOCK_N, SCORES
                 )
                 p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
-                masked = gl.minimum(gl.maximum(end - high, 1), count)
-                full = count
-                if KIND & LEFT_EDGE:
-                    full = gl.minimum(gl.maximum(end - low, masked), count)
+                masked, full = _parts(begin, low, high, end, KIND)
                 if KIND & RIGHT_EDGE:
                     for i in range(1, masked):
                         p, m_i, l_i, acc, rest = _step(

@@ -12,13 +12,14 @@ from wavecrest.ops._flash_attention.kernel import LN_2
 from wavecrest.ops._flash_attention.kernel_hopper import (
     LEFT_EDGE,
     RIGHT_EDGE,
+    _before,
     _begin_scores,
     _begin_values,
     _ends,
     _halves,
     _marks,
-    _no_sums,
     _numbers,
+    _parts,
     _store,
     _times,
     _wait_for_scores,
@@ -26,7 +27,6 @@ from wavecrest.ops._flash_attention.kernel_hopper import (
     _weighed,
     _weighed_first,
 )
-from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import barriers
 from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, store_tile, thread_barrier
 
@@ -152,13 +152,7 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
     offs_m = gl.arange(0, BLOCK_M, layout=ROW)
     marks = _marks(start_m, offs_m, seqlen_q, seqlen_k, left, right)
     numbers = _numbers(slopes_ptr, sequence, head, stride_slope_b, stride_slope_h, scale, softcap, KIND)
-    m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW)
-    l_i = _no_sums(BLOCK_M, BLOCK_N, SCORES)
-    if SINKS:
-        # a key without a value, seen first: an eighth of its weight, 1, in each sum
-        sink = gl.load(sinks_ptr + head * stride_sink).to(gl.float32) * LOG2_E
-        m_i = gl.full([BLOCK_M], 0.0, gl.float32, layout=ROW) + sink
-        l_i += gl.where(sink == float("-inf"), 0.0, 0.125)
+    m_i, l_i = _before(sinks_ptr, head, stride_sink, SINKS, BLOCK_M, BLOCK_N, SCORES)
     acc, rest = _halves(BLOCK_M, BLOCK_D, REST, num_warps)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     hopper.mbarrier.wait(q_bar.index(0), 0)
@@ -174,10 +168,7 @@ def _hopper_group_attention_kernel(  # type: ignore[no-untyped-def]
         _load(STAGES - 1, v_desc, v_tiles, v_bars, sequence, kv_head, count, end, BLOCK_N)
         p, m_i, l_i = _weighed_first(s, m_i, l_i, low, high, end, marks, numbers, seqlen_k, KIND, BLOCK_N, SCORES)
         p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
-        masked = gl.minimum(gl.maximum(end - high, 1), count)
-        full = count
-        if KIND & LEFT_EDGE:
-            full = gl.minimum(gl.maximum(end - low, masked), count)
+        masked, full = _parts(begin, low, high, end, KIND)
         if KIND & RIGHT_EDGE:
             for i in range(1, masked):
                 p, m_i, l_i, acc, rest = _step(

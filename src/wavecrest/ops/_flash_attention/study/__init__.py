@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,12 +37,16 @@ def studies() -> dict[str, Study[FlashAttentionCall]]:
         emulate_cases=cases.emulated,
         call_of_key=cases.call_of_key,
         kernels={
-            "triton": KernelStudy(space.space, _launches, partial(work, "triton")),
-            "triton_hopper": KernelStudy(space.space_hopper, _hopper_launches, partial(work, "triton_hopper")),
-            "triton_hopper_group": KernelStudy(
-                space.space_hopper_group, _hopper_group_launches, partial(work, "triton_hopper_group")
+            "triton": KernelStudy(space.space, partial(_launches, _launch.launch), partial(work, "triton")),
+            "triton_hopper": KernelStudy(
+                space.space_hopper, partial(_launches, _hopper.launch), partial(work, "triton_hopper")
             ),
-            "triton_cdna": KernelStudy(space.space_cdna, _cdna_launches, partial(work, "triton_cdna")),
+            "triton_hopper_group": KernelStudy(
+                space.space_hopper_group, partial(_launches, _hopper_group.launch), partial(work, "triton_hopper_group")
+            ),
+            "triton_cdna": KernelStudy(
+                space.space_cdna, partial(_launches, _cdna.launch), partial(work, "triton_cdna")
+            ),
             "triton_short": KernelStudy(space.space_short, _short_launches, work_short),
         },
     )
@@ -81,32 +86,13 @@ def cost(call: FlashAttentionCall) -> Cost:
     return Cost(flops=2 * pairs * call.heads * (call.head_dim + call.head_dim_v), bytes=moved)
 
 
-def _launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+def _launches(
+    launch: Callable[..., _launcher.Launch], call: FlashAttentionCall, config: Config, arch: Arch
+) -> list[_launcher.Launch]:
     if call.batch * call.seqlen_q * call.q.numel() == 0:
         return []
     meta = call._replace(q=call.q.to("meta"))
-    return [_launch.launch(call, *_launch.empty_results(meta), config, arch)]
-
-
-def _hopper_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    if call.batch * call.seqlen_q * call.q.numel() == 0:
-        return []
-    meta = call._replace(q=call.q.to("meta"))
-    return [_hopper.launch(call, *_launch.empty_results(meta), config, arch)]
-
-
-def _hopper_group_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    if call.batch * call.seqlen_q * call.q.numel() == 0:
-        return []
-    meta = call._replace(q=call.q.to("meta"))
-    return [_hopper_group.launch(call, *_launch.empty_results(meta), config, arch)]
-
-
-def _cdna_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    if call.batch * call.seqlen_q * call.q.numel() == 0:
-        return []
-    meta = call._replace(q=call.q.to("meta"))
-    return [_cdna.launch(call, *_launch.empty_results(meta), config, arch)]
+    return [launch(call, *_launch.empty_results(meta), config, arch)]
 
 
 def _short_launches(call: FlashAttentionCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
